@@ -1,0 +1,395 @@
+"""nn.Module -> global Program: one functional FX graph with whole shapes, one row per storage."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree
+from autopar.errors import CaptureError, InputError
+from autopar.layout import Mesh
+from autopar.program import Input, NodeInfo, Output, Program, State, set_info
+
+__all__ = ["Arguments", "as_call", "bind_arguments", "capture", "empty_like", "skeleton"]
+
+_TORCH_DIR = os.path.dirname(torch.__file__)
+_OWN_DIR = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one call, taken apart: tensors by path, everything else as constants.
+
+    Args:
+        names: path of each tensor, such as ``input_ids`` or ``batch.0``.
+        tensors: the tensors, in the order of `names`.
+        leaves: all leaves; tensors replaced by their index in `tensors` wrapped in `_Slot`.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that one program can serve."""
+        shapes = tuple((tuple(t.shape), t.dtype, t.device.type) for t in self.tensors)
+        rest = tuple(
+            leaf if isinstance(leaf, (int, float, bool, str, _Slot, type(None))) else id(leaf)
+            for leaf in self.leaves
+        )
+        return (self.names, shapes, rest, str(self.spec))
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with other tensors in place."""
+        leaves = [tensors[x.index] if isinstance(x, _Slot) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return tuple(args), dict(kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Take the arguments of a call apart.
+
+    Raises:
+        InputError: no argument is a tensor.
+    """
+    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    names, tensors, leaves = [], [], []
+    for path, leaf in paths:
+        if isinstance(leaf, Tensor):
+            words = re.findall(r"[\w]+", "".join(str(k) for k in path[1:]))
+            names.append(".".join(words) or f"arg{len(tensors)}")
+            leaves.append(_Slot(len(tensors)))
+            tensors.append(leaf)
+        else:
+            leaves.append(leaf)
+    if not tensors:
+        raise InputError(
+            "No argument of the call is a tensor.",
+            expected="at least one tensor with the batch as its first dim",
+        )
+    return Arguments(tuple(names), tuple(tensors), tuple(leaves), spec)
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`example_inputs` as (args, kwargs): a dict of keyword arguments, a tuple, or one tensor."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+@dataclass(slots=True)
+class _Result:
+    """Structure of what the module returned; export restores a module's own attributes."""
+
+    leaves: list[Any] = field(default_factory=list)
+    spec: pytree.TreeSpec | None = None
+    opaque: list[str] = field(default_factory=list)
+
+
+def skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model` whose parameters and buffers have shapes but no data.
+
+    Ties are kept. Parameters on the meta device become ones on the CPU.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in memo:
+            fake = empty_like(tensor, mode)
+            if isinstance(tensor, nn.Parameter):
+                with mode:
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = fake
+    return copy.deepcopy(model, memo)
+
+
+def empty_like(tensor: Tensor, mode: FakeTensorMode, shape: Any = None) -> Tensor:
+    """A fake tensor like `tensor`, or of another shape."""
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    with mode:
+        return torch.empty(
+            tuple(tensor.shape) if shape is None else shape, dtype=tensor.dtype, device=device
+        )
+
+
+class _Traced(nn.Module):
+    """Calls the user's module on flat tensors and keeps the structure of what it returns."""
+
+    def __init__(
+        self, model: nn.Module, arguments: Arguments, loss: Callable[..., Any] | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._arguments = arguments
+        self._loss = loss
+        self.result = _Result()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._arguments.rebuild(tensors)
+        if self._loss is None:
+            result = self.model(*args, **kwargs)
+        else:
+            targets = kwargs.pop("targets")
+            result = self._loss(self.model(*args, **kwargs), targets)
+        leaves, spec = pytree.tree_flatten(result)
+        slots: list[Any] = []
+        kept: list[Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                slots.append(_Slot(len(kept)))
+                kept.append(leaf)
+            elif isinstance(leaf, (int, float, bool, str, type(None))):
+                slots.append(leaf)
+            else:  # a cache object, say: not part of the training step
+                self.result.opaque.append(type(leaf).__name__)
+                slots.append(None)
+        self.result.leaves, self.result.spec = slots, spec
+        return tuple(kept)
+
+
+def capture(
+    model: nn.Module,
+    arguments: Arguments,
+    mesh: Mesh,
+    *,
+    loss: Callable[..., Any] | None = None,
+) -> Program:
+    """Trace `model` called with `arguments` to a functional graph of aten operations.
+
+    The model's training flag decides between training and evaluation behaviour.
+
+    Raises:
+        CaptureError: the model cannot be traced, with the user's line.
+    """
+    traced = _Traced(model, arguments, loss)
+    traced.train(model.training)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(traced, arguments.tensors, strict=False)
+            exported = exported.run_decompositions({})
+    except Exception as error:
+        raise _capture_error(error) from error
+    return _program(exported, traced, arguments, mesh, model.training)
+
+
+def _capture_error(error: Exception) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_TORCH_DIR, _OWN_DIR, "<"))]
+    where = ""
+    if own:
+        f = own[-1]
+        where = f"{f.filename}:{f.lineno} in {f.name}: {f.line}"
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    dependent = any(
+        w in str(error) or w in type(error).__name__
+        for w in ("data-dependent", "DataDependent", "Could not guard", "nonzero", "u0")
+    )
+    if dependent:
+        return CaptureError(
+            "The model takes a decision from tensor values, so it has no single graph.",
+            where=where,
+            expected="control flow that depends on shapes and Python values only",
+            hint="write the choice with torch.where or a mask, or move it out of forward "
+            f"({text})",
+        )
+    return CaptureError(
+        f"The model could not be traced: {text}",
+        where=where,
+        hint="check that the model runs on these inputs by itself, on the same device",
+    )
+
+
+def _program(
+    exported: Any, traced: _Traced, arguments: Arguments, mesh: Mesh, training: bool
+) -> Program:
+    graph: fx.Graph = exported.graph
+    _inline_submodules(exported.graph_module)
+    for node in list(graph.nodes):
+        if "_assert" in str(node.target):  # holds by construction once shapes are fixed
+            graph.erase_node(node)
+    named = dict(traced.model.named_parameters(remove_duplicate=False))
+    named_buffers = dict(traced.model.named_buffers(remove_duplicate=False))
+    by_id: dict[int, list[str]] = {}
+    for name, tensor in (*named.items(), *named_buffers.items()):
+        by_id.setdefault(id(tensor), []).append(name)
+
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    states: list[State] = []
+    inputs: list[Input] = []
+    constants: dict[str, Tensor] = {}
+    first: dict[int, fx.Node] = {}
+    fqn_of: dict[str, str] = {}
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        val = node.meta["val"]
+        if spec.kind == InputKind.USER_INPUT:
+            name = arguments.names[len(inputs)]
+            inputs.append(Input(name, node.name, tuple(val.shape), val.dtype))
+            continue
+        target = str(spec.target)
+        fqn = target.removeprefix("model.")
+        tensor = named.get(fqn, named_buffers.get(fqn))
+        if tensor is None:
+            tensor = exported.constants[target]
+            fqn = f"constant.{target}"
+            constants[fqn] = tensor
+            by_id[id(tensor)] = [fqn]
+        if id(tensor) in first:
+            node.replace_all_uses_with(first[id(tensor)])
+            graph.erase_node(node)
+            continue
+        first[id(tensor)] = node
+        names = by_id[id(tensor)]
+        fqn_of[target] = names[0]
+        states.append(
+            State(
+                names[0],
+                node.name,
+                tuple(val.shape),
+                val.dtype,
+                isinstance(tensor, nn.Parameter),
+                bool(tensor.requires_grad),
+                tuple(names[1:]),
+            )
+        )
+    for name in by_id.values():
+        for alias in name:
+            fqn_of.setdefault(f"model.{alias}", name[0])
+
+    out_node = graph.output_node()
+    results: list[fx.Node] = []
+    mutated: list[tuple[str, int]] = []
+    late: list[tuple[str, fx.Node]] = []
+    for value, spec in zip(out_node.args[0], exported.graph_signature.output_specs, strict=True):  # type: ignore[arg-type]
+        if spec.kind == OutputKind.USER_OUTPUT:
+            results.append(value)
+        elif spec.kind == OutputKind.BUFFER_MUTATION:
+            late.append((fqn_of[str(spec.target)], value))
+        elif spec.kind == OutputKind.USER_INPUT_MUTATION:
+            raise CaptureError(
+                "The model writes into one of its arguments.",
+                where=str(spec.target),
+                hint="clone the argument before changing it in place",
+            )
+    for name, value in late:
+        mutated.append((name, len(results)))
+        results.append(value)
+    out_node.args = (tuple(results),)
+
+    outputs: list[Output] = []
+    loss_seen = False
+    for leaf in traced.result.leaves:
+        if not isinstance(leaf, _Slot):
+            outputs.append(Output(-1, constant=leaf))
+            continue
+        val = results[leaf.index].meta["val"]
+        is_loss = not loss_seen and val.dim() == 0 and val.dtype.is_floating_point
+        loss_seen = loss_seen or is_loss
+        outputs.append(Output(leaf.index, is_loss=is_loss))
+
+    for node in graph.nodes:
+        set_info(node, NodeInfo(source=_source(node), module=_module(node)))
+    assert traced.result.spec is not None, "forward has run"
+    sizes = [i.shape[0] for i in inputs if i.shape]
+    batch = max(set(sizes), key=lambda n: (sizes.count(n), -sizes.index(n))) if sizes else 0
+    gm = fx.GraphModule(nn.Module(), _clean_copy(graph))
+    return Program(
+        gm,
+        mesh,
+        "global",
+        tuple(states),
+        tuple(inputs),
+        tuple(outputs),
+        traced.result.spec,
+        tuple(mutated),
+        training,
+        batch,
+        constants,
+    )
+
+
+def _clean_copy(graph: fx.Graph) -> fx.Graph:
+    """The graph with only what the compiler uses in `meta`."""
+    new = fx.Graph()
+    val_map: dict[fx.Node, fx.Node] = {}
+    out = new.graph_copy(graph, val_map)
+    for old, node in val_map.items():
+        node.meta = {k: old.meta[k] for k in ("val", "autopar") if k in old.meta}
+    new.output(out)
+    return new
+
+
+def _inline_submodules(gm: fx.GraphModule) -> None:
+    """Put the body of a grad-mode or autocast region in place of its call.
+
+    Values that leave a region without gradients are detached.
+    """
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or "wrap_with" not in str(node.target):
+            continue
+        body_at = next(i for i, a in enumerate(node.args) if _is_module(gm, a))
+        body = getattr(gm, node.args[body_at].target)
+        _inline_submodules(body)
+        operands = node.args[body_at + 1 :]
+        no_grad = "set_grad_enabled" in str(node.target) and node.args[0] is False
+        mapping = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), operands))
+        with gm.graph.inserting_before(node):
+            for inner in body.graph.nodes:
+                if inner.op in ("placeholder", "output"):
+                    continue
+                mapping[inner] = gm.graph.node_copy(inner, lambda n: mapping[n])
+                mapping[inner].meta = dict(inner.meta)
+            outs = body.graph.output_node().args[0]
+            values = [mapping[o] for o in (outs if isinstance(outs, (list, tuple)) else [outs])]
+            if no_grad:
+                detached = []
+                for v in values:
+                    d = gm.graph.call_function(torch.ops.aten.detach.default, (v,))
+                    d.meta = dict(v.meta)
+                    detached.append(d)
+                values = detached
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                user.replace_all_uses_with(values[user.args[1]])
+                gm.graph.erase_node(user)
+        if node.users:
+            node.replace_all_uses_with(values[0])
+        gm.graph.erase_node(node)
+
+
+def _is_module(gm: fx.GraphModule, value: Any) -> bool:
+    return (
+        isinstance(value, fx.Node)
+        and value.op == "get_attr"
+        and isinstance(getattr(gm, str(value.target), None), fx.GraphModule)
+    )
+
+
+def _source(node: fx.Node) -> str:
+    trace = node.meta.get("stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    own = [f for f in found if not f[0].startswith((_TORCH_DIR, _OWN_DIR))]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [path for path, _ in stack.values()]
+    return str(names[-1]).removeprefix("model").removeprefix(".") if names else ""

@@ -1,0 +1,208 @@
+"""The typed collectives: one row each with meaning, placements, adjoint and bytes moved.
+
+Each is an operator `torch.ops.autopar.<name>` with a fake kernel, so it can stand in any FX graph,
+and an autograd formula, its adjoint, so differentiation places the backward communication. A value
+is R (replicated), V (varying copy, gradient P), S (shard) or P (partial) on an axis. For k ranks
+and a whole value of B bytes the ring algorithms move, per rank, (k-1)/k * B for a gather, scatter
+or all-to-all of the whole and twice that for a reduction (Thakur et al. 2005, "Optimization of
+Collective Communication Operations in MPICH", sections 4.1 and 4.5).
+
+A cut dim is described by `dim`, `outer` (elements before the cut atom within the dim, local) and
+`sizes` (of the pieces on the ranks of the axis, in elements after `outer`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["COLLECTIVES", "Collective", "collective_of", "ops"]
+
+ops = torch.ops.autopar
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table.
+
+    Args:
+        schema: operator schema without the name.
+        takes: placement of the operand.
+        gives: placement of the result.
+        adjoint: operator that maps the gradient of the result to that of the operand, '' where the
+            gradient passes unchanged, None where there is none.
+        factor: bytes moved per rank over (k-1)/k times the whole value's bytes.
+    """
+
+    name: str
+    schema: str
+    takes: str
+    gives: str
+    adjoint: str | None
+    factor: int
+
+
+_CUT = "str axis, int dim, int outer, int[] sizes"
+COLLECTIVES: dict[str, Collective] = {
+    row.name: row
+    for row in (
+        Collective("vary", "(Tensor x, str axis)", "R", "V", "all_reduce", 0),
+        Collective("all_reduce", "(Tensor x, str axis, str op)", "P", "R", "", 2),
+        Collective("all_gather", f"(Tensor x, {_CUT})", "S", "V", "reduce_scatter", 1),
+        Collective("all_gather_replicated", f"(Tensor x, {_CUT})", "S", "R", "shard", 1),
+        Collective("shard", f"(Tensor x, {_CUT}, int local)", "R", "S", "all_gather_replicated", 0),
+        Collective("cut", f"(Tensor x, {_CUT}, int local)", "V", "S", "pad", 0),
+        Collective("pad", f"(Tensor x, {_CUT})", "S", "P", "shard", 0),
+        Collective(
+            "reduce_scatter", f"(Tensor x, {_CUT}, int local)", "P", "S", "all_gather_replicated", 1
+        ),
+        Collective(
+            "all_to_all",
+            "(Tensor x, str axis, int dim, int outer, int[] sizes, int local, "
+            "int to_dim, int to_outer, int[] to_sizes, int to_local)",
+            "S",
+            "S",
+            "all_to_all",
+            1,
+        ),
+        Collective("all_reduce_bucket", "(Tensor[] xs, str axis) -> Tensor[]", "P", "R", None, 2),
+    )
+}
+
+_library = torch.library.Library("autopar", "DEF")
+for _row in COLLECTIVES.values():
+    _arrow = "" if "->" in _row.schema else " -> Tensor"
+    _library.define(f"{_row.name}{_row.schema}{_arrow}")
+_library.define("shift(Tensor index, str axis, int[] sizes) -> Tensor")
+_library.define(
+    "uniform(int[] shape, str layout, int site, *, ScalarType dtype, Device device) -> Tensor"
+)
+_library.define(
+    "keep_mask(int[] shape, str layout, int site, float p, *, Device device) -> Tensor"
+)
+
+
+def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
+
+
+def _gathered(x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
+    return _resized(x, dim, outer * sum(sizes))
+
+
+def _cut(
+    x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
+) -> Tensor:
+    return _resized(x, dim, outer * local)
+
+
+def _exchanged(
+    x: Tensor,
+    axis: str,
+    dim: int,
+    outer: int,
+    sizes: Sequence[int],
+    local: int,
+    to_dim: int,
+    to_outer: int,
+    to_sizes: Sequence[int],
+    to_local: int,
+) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = outer * sum(sizes)
+    # the cut atom may lie in the same dim
+    shape[to_dim] = shape[to_dim] // sum(to_sizes) * to_local if sum(to_sizes) else 0
+    return x.new_empty(shape)
+
+
+def _fresh(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_FAKES: dict[str, Any] = {
+    "vary": _fresh,
+    "all_reduce": _fresh,
+    "all_gather": _gathered,
+    "all_gather_replicated": _gathered,
+    "pad": _gathered,
+    "shard": _cut,
+    "cut": _cut,
+    "reduce_scatter": _cut,
+    "all_to_all": _exchanged,
+    "all_reduce_bucket": lambda xs, axis: [_fresh(x) for x in xs],
+    "shift": lambda index, axis, sizes: torch.empty_like(index),
+    "uniform": lambda shape, layout, site, *, dtype, device: torch.empty(
+        shape, dtype=dtype, device=device
+    ),
+    "keep_mask": lambda shape, layout, site, p, *, device: torch.empty(
+        shape, dtype=torch.bool, device=device
+    ),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"autopar::{_name}", _fake, lib=_library)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rest = inputs[1:]
+    ctx.length = inputs[0].shape[inputs[2]] if len(inputs) > 3 else 0
+
+
+def _adjoint(name: str) -> Any:
+    """The autograd formula of collective `name`, which knows every size from the forward call."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rest = ctx.rest
+        nones = (None,) * len(rest)
+        if name == "vary":
+            return (ops.all_reduce(grad, rest[0], "sum"), *nones)
+        if name == "all_reduce":
+            if rest[1] != "sum":
+                raise RuntimeError(f"all_reduce({rest[1]}) has no gradient")
+            return (grad, *nones)
+        if name == "all_to_all":
+            axis, *halves = rest
+            return (ops.all_to_all(grad, axis, *halves[4:], *halves[:4]), *nones)
+        cut = rest[:4]
+        row = COLLECTIVES[name]
+        adjoint = getattr(ops, str(row.adjoint))
+        if row.adjoint in ("shard", "reduce_scatter"):  # the operand was a shard of this length
+            local = ctx.length // rest[2] if rest[2] else 0
+            return (adjoint(grad, *cut, local), *nones)
+        return (adjoint(grad, *cut), *nones)
+
+    return backward
+
+
+for _name, _row in COLLECTIVES.items():
+    if _row.adjoint is not None:
+        torch.library.register_autograd(
+            f"autopar::{_name}", _adjoint(_name), setup_context=_setup, lib=_library
+        )
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """The table row of `node`, or None where it is no collective."""
+    name = getattr(node.target, "name", lambda: "")() if node.op == "call_function" else ""
+    return COLLECTIVES.get(name.removeprefix("autopar::").split(".")[0]) if name else None
+
+
+def moved_bytes(node: fx.Node, axis_size: int) -> float:
+    """Bytes that one rank sends for `node` by a ring algorithm."""
+    row = collective_of(node)
+    if row is None or axis_size == 1:
+        return 0.0
+    whole = node.meta["val"] if row.takes == "S" else node.args[0].meta["val"]  # type: ignore
+    if row.name == "all_reduce_bucket":
+        total = sum(math.prod(v.shape) * v.dtype.itemsize for v in node.meta["val"])
+    else:
+        total = math.prod(whole.shape) * whole.dtype.itemsize
+    if row.name == "all_to_all":
+        total *= 1  # the local piece leaves but for 1/k of it
+    return row.factor * (axis_size - 1) / axis_size * total

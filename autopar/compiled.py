@@ -1,0 +1,148 @@
+"""What a compilation yields: the annotated program and, per distinct place, code to run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.codegen import generate
+from autopar.collectives import collective_of, moved_bytes
+from autopar.errors import InputError
+from autopar.layout import Atom
+from autopar.program import Phases, Program, info, tensor_inputs
+from autopar.rules.factors import specs
+
+__all__ = ["Compiled", "uneven_atoms"]
+
+
+def uneven_atoms(program: Program) -> tuple[Atom, ...]:
+    """The cut atoms whose pieces differ in size; they decide which ranks share a program."""
+    found: dict[Atom, None] = {}
+    for node, spec in specs(program).items():
+        record = info(node)
+        layouts = list(record.layouts)
+        if node.op == "call_function":
+            layouts += [
+                spec.operand_layout(i, record.choice, program.mesh)
+                for i in range(len(tensor_inputs(node)))
+            ]
+        for layout in layouts:
+            for dim in layout.dims:
+                for atom in dim:
+                    k = 1
+                    for axis in atom.axes:
+                        k *= program.mesh.sizes[axis]
+                    if atom.size % k:
+                        found[atom] = None
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A compiled step.
+
+    Args:
+        annotated: the global graph with a choice per node and axis.
+        atoms: uneven cuts; ranks with the same local sizes of them share a program.
+        phases: the differentiated program of each distinct tuple of local sizes.
+    """
+
+    annotated: Program
+    title: str
+    atoms: tuple[Atom, ...]
+    phases: dict[tuple[int, ...], Phases] = field(default_factory=dict)
+
+    def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        """Local sizes of the uneven atoms at `coordinate`."""
+        return tuple(a.local_sizes(self.annotated.mesh, coordinate) for a in self.atoms)
+
+    def places(self) -> dict[tuple[int, ...], dict[str, int]]:
+        """One coordinate for every distinct program."""
+        mesh = self.annotated.mesh
+        axes = [a for a in mesh.names if any(a in atom.axes for atom in self.atoms)]
+        found: dict[tuple[int, ...], dict[str, int]] = {}
+        for index in itertools.product(*(range(mesh.sizes[a]) for a in axes)):
+            coordinate = {**dict.fromkeys(mesh.names, 0), **dict(zip(axes, index, strict=True))}
+            found.setdefault(self.signature(coordinate), coordinate)
+        return found
+
+    def of(self, rank: int = 0) -> Phases:
+        """The phases that `rank` runs."""
+        return self.phases[self.signature(self.annotated.mesh.coordinate(rank))]
+
+    def code(self, rank: int = 0) -> str:
+        """The generated Python of `rank`."""
+        return generate(self.of(rank), self.title)
+
+    def graph(self, phase: str = "forward", rank: int = 0) -> fx.GraphModule:
+        """The graph of a phase: 'global', 'spmd', 'forward' or 'backward'.
+
+        Raises:
+            InputError: there is no such phase.
+        """
+        phases = self.of(rank)
+        graphs = {
+            "global": self.annotated.graph,
+            "spmd": phases.program.graph,
+            "forward": phases.forward,
+            "backward": phases.backward,
+        }
+        if phase not in graphs:
+            raise InputError(f"There is no phase {phase!r}.", expected=", ".join(graphs))
+        return graphs[phase]
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Placements at rest and the choice of every call, ready for JSON."""
+        program = self.of_any().program
+        nodes = self.annotated.graph.graph.nodes
+        return {
+            "mesh": dict(program.mesh.sizes),
+            "states": {s.name: str(s.layout) for s in program.states},
+            "inputs": {i.name: str(i.layout) for i in program.inputs},
+            "calls": {n.name: dict(info(n).choice) for n in nodes if n.op == "call_function"},
+        }
+
+    def plan_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(self.plan, indent=1)
+
+    def of_any(self) -> Phases:
+        """The phases of some place."""
+        return next(iter(self.phases.values()))
+
+    def traffic(self) -> list[tuple[str, str, str, int, float]]:
+        """(phase, axis, collective, count, bytes per rank) of one step."""
+        phases = self.of_any()
+        rows: dict[tuple[str, str, str], list[float]] = {}
+        for phase, gm in (("forward", phases.forward), ("backward", phases.backward)):
+            for node in gm.graph.nodes:
+                row = collective_of(node)
+                if row is None or row.factor == 0:
+                    continue
+                axis = str(node.args[1])
+                entry = rows.setdefault((phase, axis, row.name), [0, 0.0])
+                entry[0] += 1
+                entry[1] += moved_bytes(node, phases.program.mesh.sizes[axis])
+        return [(*key, int(n), total) for key, (n, total) in sorted(rows.items())]
+
+    def explain(self) -> str:
+        """What was done, as text: placements of parameters and the traffic of a step."""
+        program = self.of_any().program
+        width = max((len(s.name) for s in program.states), default=4)
+        lines = [f"{self.title} on {program.mesh} ({len(self.phases)} distinct program(s))", ""]
+        lines.append("parameters and buffers at rest")
+        for s in program.states:
+            tied = f"  tied: {', '.join(s.aliases)}" if s.aliases else ""
+            lines.append(f"  {s.name:<{width}}  {s.layout}{tied}")
+        lines += ["", "inputs"]
+        lines += [f"  {i.name:<{width}}  {i.layout}" for i in program.inputs]
+        lines += ["", "communication of one step, per rank"]
+        for phase, axis, name, count, total in self.traffic():
+            lines.append(f"  {phase:<9} {axis:<4} {name:<22} x{count:<5} {total / 2**20:10.3f} MiB")
+        return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""A program: one FX graph at some level, its tables, and typed records on its nodes.
+
+Levels, in the order they arise: `global` (whole shapes), `annotated` (each node has a choice per
+mesh axis), `spmd` (local shapes and typed collectives), `joint` (forward and backward graph).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.compat import pytree
+
+from autopar.layout import Layout, Mesh
+
+__all__ = [
+    "Choice",
+    "Input",
+    "NodeInfo",
+    "Output",
+    "Phases",
+    "Program",
+    "State",
+    "call_text",
+    "info",
+    "set_info",
+    "tensor_inputs",
+    "update_info",
+]
+
+Choice = Mapping[str, str]
+"""Per mesh axis: 'R' compute replicated, 'V' replicated on varying copies, 'P' pass a partial sum
+through, or the name of the factor of the operation's rule that the axis cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Everything the compiler knows about one node."""
+
+    layouts: tuple[Layout, ...] = ()
+    choice: Choice = field(default_factory=dict)
+    source: str = ""
+    module: str = ""
+    site: int = -1
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The record of `node`."""
+    record = node.meta.get("autopar")
+    return record if record is not None else NodeInfo()
+
+
+def set_info(node: fx.Node, record: NodeInfo) -> None:
+    """Replace the record of `node`."""
+    node.meta["autopar"] = record
+
+
+def update_info(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of the record of `node`."""
+    node.meta["autopar"] = dataclasses.replace(info(node), **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter or buffer: one storage, however many names.
+
+    Args:
+        name: canonical fully-qualified name.
+        node: name of its placeholder.
+        aliases: the other names of the same tensor (tied weights).
+        layout: placement at rest, once a strategy chose it.
+    """
+
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor argument of a call, by its path in the arguments."""
+
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One leaf of the result: an output of the graph, or a constant (index -1)."""
+
+    index: int
+    is_loss: bool = False
+    constant: Any = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A graph with its tables.
+
+    Args:
+        graph: the graph; placeholders are states then inputs, outputs are results then new values
+            of mutated buffers.
+        mutated: for each mutated buffer, its name and the index of the graph output with its value.
+    """
+
+    graph: fx.GraphModule
+    mesh: Mesh
+    level: str
+    states: tuple[State, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    out_spec: pytree.TreeSpec
+    mutated: tuple[tuple[str, int], ...] = ()
+    training: bool = True
+    batch_size: int = 0
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def replace(self, **changes: Any) -> Program:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def placeholders(self) -> dict[str, fx.Node]:
+        """Placeholder nodes by name."""
+        return {n.name: n for n in self.graph.graph.nodes if n.op == "placeholder"}
+
+    def copy(self) -> Program:
+        """A program with its own graph, so a pass can rewrite it."""
+        gm = fx.GraphModule(self.graph, fx.Graph())
+        new = fx.Graph()
+        out = new.graph_copy(self.graph.graph, val_map := {})
+        for old, node in val_map.items():
+            node.meta = dict(old.meta)
+        new.output(out)
+        gm.graph = new
+        return self.replace(graph=gm)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """A differentiated program: forward and backward graphs of one place on the mesh.
+
+    Args:
+        program: the SPMD program they come from.
+        forward: states and inputs -> results then saved values.
+        backward: saved values then gradients of the roots -> gradients of the states.
+        roots: graph outputs whose gradients the backward graph takes.
+        gradients: names of the states whose gradients it returns.
+    """
+
+    program: Program
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    n_results: int
+    roots: tuple[int, ...]
+    gradients: tuple[str, ...]
+
+    def replace(self, **changes: Any) -> Phases:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands of `node`, in argument order, repeated operands repeated."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def outputs_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that `node` yields."""
+    val = node.meta["val"]
+    return [val] if isinstance(val, torch.Tensor) else [v for v in val]
+
+
+def call_text(node: fx.Node) -> str:
+    """`node` as one line of text, with its source line, for messages."""
+    target = str(node.target).replace("torch.ops.", "")
+
+    def text(a: Any) -> str:
+        if isinstance(a, fx.Node):
+            return a.name
+        if isinstance(a, (list, tuple)):
+            return "[" + ", ".join(map(text, a)) + "]"
+        return str(a)
+
+    args = ", ".join([*map(text, node.args), *(f"{k}={text(v)}" for k, v in node.kwargs.items())])
+    line = f"{node.name} = {target}({args})"
+    record = info(node)
+    where = [w for w in (record.module, record.source) if w]
+    return f"{line}  # {' · '.join(where)}" if where else line
+
+
+def users_in_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """`nodes` without repeats, first occurrence kept."""
+    return list(dict.fromkeys(nodes))

@@ -1,0 +1,90 @@
+"""Rule functions for pooling, interpolation and sliding windows."""
+
+from __future__ import annotations
+
+from autopar.rules.families import RuleFn, argument, names
+from autopar.rules.spec import Call, Factors, Spec
+
+__all__ = ["affine_grid", "fold", "grid_sample", "resized", "unfold_blocks"]
+
+
+def resized(space: int, *, linear: bool) -> RuleFn:
+    """Pooling and interpolation: the last `space` dims stay whole, batch and channels may be cut."""
+
+    def make(call: Call) -> Spec:
+        f = Factors()
+        shape = call.shapes[0]
+        kept = f.like(shape[: len(shape) - space], "d")
+        operand = (*kept, *f.like(shape[len(shape) - space :], "i"))
+        own = f.like(call.results[0][len(shape) - space :], "o")
+        # unpooling also takes the places that pooling gave
+        inputs = tuple(operand for _ in call.shapes)
+        outputs = tuple((*kept, *own) for _ in call.results)
+        whole = frozenset(f.sizes) - names(*kept)
+        sets = (frozenset({0}),) if linear else ()
+        return Spec(f.sizes, inputs, outputs, whole, linear=sets, nonempty=names(*kept))
+
+    return make
+
+
+def unfold_blocks(call: Call) -> Spec:
+    """im2col: (b, c, y, x) becomes (b, c * kernel, blocks)."""
+    f = Factors()
+    shape, result = call.shapes[0], call.results[0]
+    lead = f.like(shape[:-2], "d")
+    space, kernel = f.like(shape[-2:], "s"), f.new(result[-2] // shape[-3], "k")
+    blocks = f.new(result[-1], "n")
+    out = (*lead[:-1], (*lead[-1], *kernel), blocks)
+    whole = names(*space, kernel, blocks)
+    sets = (frozenset({0}),)
+    return Spec(f.sizes, ((*lead, *space),), (out,), whole, linear=sets, nonempty=names(*lead))
+
+
+def fold(call: Call) -> Spec:
+    """col2im: the inverse sum of im2col."""
+    f = Factors()
+    shape, result = call.shapes[0], call.results[0]
+    lead = f.like(result[:-2], "d")
+    space, kernel = f.like(result[-2:], "s"), f.new(shape[-2] // result[-3], "k")
+    blocks = f.new(shape[-1], "n")
+    operand = (*lead[:-1], (*lead[-1], *kernel), blocks)
+    whole = names(*space, kernel, blocks)
+    sets = (frozenset({0}),)
+    return Spec(f.sizes, (operand,), ((*lead, *space),), whole, linear=sets, nonempty=names(*lead))
+
+
+def affine_grid(call: Call) -> Spec:
+    """affine_grid: the batch may be cut."""
+    f = Factors()
+    batch = f.new(call.shapes[0][0], "b")
+    theta = (batch, *f.like(call.shapes[0][1:], "t"))
+    grid = (batch, *f.like(call.results[0][1:], "g"))
+    size = list(call["size"])
+    adjust = argument(call, "size", lambda local: [local.outputs[0][0], *size[1:]])
+    whole = frozenset(f.sizes) - names(batch)
+    return Spec(
+        f.sizes,
+        (theta,),
+        (grid,),
+        whole,
+        linear=(frozenset({0}),),
+        adjust=adjust,
+        nonempty=names(batch),
+    )
+
+
+def grid_sample(call: Call) -> Spec:
+    """grid_sample: batch, channels and the places of the result may be cut."""
+    f = Factors()
+    x, grid = call.shapes
+    out = f.like(call.results[0], "d")
+    space, xy = f.like(x[2:], "s"), f.new(grid[-1], "c")
+    inputs = ((out[0], out[1], *space), (out[0], *out[2:], xy))
+    return Spec(
+        f.sizes,
+        inputs,
+        (out,),
+        names(*space, xy),
+        linear=(frozenset({0}),),
+        nonempty=names(*out),
+    )

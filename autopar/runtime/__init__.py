@@ -1,0 +1,9 @@
+"""What generated programs call: communicators and mesh-independent random numbers."""
+
+from __future__ import annotations
+
+from autopar.runtime.communicator import Communicator, Pending, Transport
+from autopar.runtime.processes import connect
+from autopar.runtime.virtual import VirtualWorld
+
+__all__ = ["Communicator", "Pending", "Transport", "VirtualWorld", "connect"]

@@ -1,0 +1,398 @@
+"""The collectives of a generated program, bound to one rank of a mesh.
+
+`Communicator` holds the meaning of every collective of `autopar.collectives` (which elements go
+where); a `Transport` moves flat buffers. There are two transports: threads of one process
+(`runtime.virtual`) and torch process groups (`runtime.processes`). Both reduce small values in rank
+order, so a virtual run and a gloo run of the same program agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.errors import RankError
+from autopar.layout import Layout, Mesh
+from autopar.runtime import rng
+
+__all__ = ["Call", "Communicator", "Pending", "Transport", "reduce_in_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one rank asks of a collective; equal on all ranks of the group.
+
+    Args:
+        name: collective.
+        axis: mesh axis, '' for the whole mesh.
+        dtype: of the operand.
+        shape: of the operand, -1 where the ranks may differ.
+        detail: the other arguments.
+    """
+
+    name: str
+    axis: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    detail: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        operand = ""
+        if self.dtype is not None:
+            dims = ", ".join("?" if n < 0 else str(n) for n in self.shape)
+            operand = f"{str(self.dtype).removeprefix('torch.')}[{dims}]"
+        inside = ", ".join(filter(None, (operand, *map(str, self.detail))))
+        return f"{self.name}({inside})" + (f" on axis '{self.axis}'" if self.axis else "")
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> None:
+        """Block until the buffer given to `Transport.start_reduce` holds the result."""
+
+
+class Transport(Protocol):
+    """Moves flat buffers between the ranks of one line of the mesh.
+
+    `counts`, `give` and `take` are numbers of elements per rank of the axis.
+    """
+
+    def start_reduce(self, buffer: Tensor, op: str, call: Call) -> Pending:
+        """Replace the contiguous `buffer` by its reduction over the axis once waited for."""
+
+    def gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+        """Concatenate the 1-D `flat` of all ranks."""
+
+    def scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+        """Sum the 1-D `flat` over the axis and keep this rank's run of `counts`."""
+
+    def swap(self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call) -> Tensor:
+        """Send run j of `flat` to rank j; concatenate what comes, in rank order."""
+
+    def exchange(self, value: Any, call: Call) -> list[Any]:
+        """Collect one picklable object from every rank of the mesh."""
+
+
+def reduce_in_order(values: Sequence[Tensor], op: str) -> Tensor:
+    """Reduce in rank order; half precisions are summed in float32 and rounded once."""
+    first = values[0]
+    if op == "sum":
+        half = first.dtype in (torch.float16, torch.bfloat16)
+        total = first.float() if half else first.clone()
+        for value in values[1:]:
+            total.add_(value)
+        return total.to(first.dtype)
+    combine = {"max": torch.maximum, "min": torch.minimum}[op]
+    total = first.clone()
+    for value in values[1:]:
+        combine(total, value, out=total)
+    return total
+
+
+class Bucket:
+    """Tensors of one dtype flattened into one buffer whose reduction is under way."""
+
+    __slots__ = ("_out", "_parts")
+
+    def __init__(
+        self, parts: Sequence[tuple[Pending | None, Tensor, list[int]]], like: Sequence[Tensor]
+    ) -> None:
+        self._parts = parts
+        self._out: list[Tensor] = list(like)
+
+    def wait(self) -> list[Tensor]:
+        """Block until reduced; views of the buffer, in the order of the operands."""
+        for pending, buffer, indices in self._parts:
+            if pending is not None:
+                pending.wait()
+            start = 0
+            for i in indices:
+                like = self._out[i]
+                self._out[i] = buffer[start : start + like.numel()].view(like.shape)
+                start += like.numel()
+        self._parts = ()
+        return self._out
+
+
+class Communicator:
+    """The collectives of one rank. Results carry no autograd history and alias no operand
+    unless the axis has size 1.
+
+    Args:
+        mesh: grid of all ranks.
+        rank: this rank.
+        transport: what moves the bytes.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, transport: Transport) -> None:
+        self.mesh, self.rank = mesh, rank
+        self.coordinate = mesh.coordinate(rank)
+        self.transport = transport
+        self.seed = 0
+        self.step = 0
+        self._sizes = mesh.sizes
+        self._layouts: dict[str, rng.Positions] = {}
+
+    # ---- reductions
+
+    def all_reduce(self, x: Tensor, axis: str, op: str) -> Tensor:
+        """Reduce `x` over `axis`; `op` is 'sum', 'max' or 'min' (on bool: or, or, and)."""
+        if self._sizes[axis] == 1:
+            return x
+        call = Call("all_reduce", axis, x.dtype, tuple(x.shape), (op,))
+        if x.dtype == torch.bool:
+            buffer, op = x.to(torch.uint8).contiguous(), "max" if op == "sum" else op
+        else:
+            buffer = x.detach().clone(memory_format=torch.contiguous_format)
+        if buffer.numel():
+            self.transport.start_reduce(buffer.view(-1), op, call).wait()
+        return buffer.bool() if x.dtype == torch.bool else buffer
+
+    def all_reduce_bucket(self, xs: Sequence[Tensor], axis: str) -> list[Tensor]:
+        """Sum each of `xs` over `axis` by one reduction per dtype; results are views of it."""
+        return self.all_reduce_bucket_start(xs, axis).wait()
+
+    def all_reduce_bucket_start(self, xs: Sequence[Tensor], axis: str) -> Bucket:
+        """Begin `all_reduce_bucket`; `.wait()` on the result gives the list."""
+        groups: dict[torch.dtype, list[int]] = {}
+        for i, x in enumerate(xs):
+            groups.setdefault(x.dtype, []).append(i)
+        if self._sizes[axis] == 1:
+            return Bucket((), xs)
+        parts: list[tuple[Pending | None, Tensor, list[int]]] = []
+        for dtype, indices in groups.items():
+            buffer = torch.cat([xs[i].detach().reshape(-1) for i in indices])
+            shapes = tuple(tuple(xs[i].shape) for i in indices)
+            call = Call("all_reduce_bucket", axis, dtype, (buffer.numel(),), shapes)
+            pending = self.transport.start_reduce(buffer, "sum", call) if buffer.numel() else None
+            parts.append((pending, buffer, indices))
+        return Bucket(parts, xs)
+
+    def reduce_scatter(
+        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
+    ) -> Tensor:
+        """Sum `x` over `axis` and keep this rank's piece of `dim`."""
+        if self._sizes[axis] == 1:
+            return x
+        call = self._call("reduce_scatter", x, axis, dim, outer, sizes, sum(sizes))
+        rest = _around(x, dim, outer)
+        if rest * sum(sizes) == 0:
+            return self.cut(x, axis, dim, outer, sizes, local)
+        flat = _split(x.detach(), dim, outer, sizes)
+        out = self.transport.scatter(flat, [rest * s for s in sizes], call)
+        return out.view(_resized(x, dim, outer * local))
+
+    # ---- gathers and slices
+
+    def all_gather(
+        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]
+    ) -> Tensor:
+        """Join the pieces of `dim`: (outer, sizes[c]) on each rank becomes (outer, sum(sizes))."""
+        if self._sizes[axis] == 1:
+            return x
+        mine = sizes[self.coordinate[axis]]
+        call = self._call("all_gather", x, axis, dim, outer, sizes, mine)
+        rest = _around(x, dim, outer)
+        if rest * sum(sizes) == 0:
+            return x.new_empty(_resized(x, dim, outer * sum(sizes)))
+        counts = [rest * s for s in sizes]
+        flat = self.transport.gather(x.detach().reshape(-1), counts, call)
+        return _join(flat, _resized(x, dim, 0), dim, outer, sizes)
+
+    def all_gather_replicated(
+        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]
+    ) -> Tensor:
+        """As `all_gather`; the two differ in their adjoints only."""
+        return self.all_gather(x, axis, dim, outer, sizes)
+
+    def shard(
+        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
+    ) -> Tensor:
+        """This rank's piece of `dim`, contiguous."""
+        return self.cut(x, axis, dim, outer, sizes, local)
+
+    def cut(
+        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
+    ) -> Tensor:
+        """As `shard`; the two differ in their adjoints only."""
+        if self._sizes[axis] == 1:
+            return x
+        self._call("shard", x, axis, dim, outer, sizes, sum(sizes))
+        start = sum(sizes[: self.coordinate[axis]])
+        x = x.detach()
+        if outer == 1:
+            piece = x.narrow(dim, start, local)
+        else:
+            whole = x.reshape(*x.shape[:dim], outer, sum(sizes), *x.shape[dim + 1 :])
+            piece = whole.narrow(dim + 1, start, local)
+        return piece.clone(memory_format=torch.contiguous_format).view(
+            _resized(x, dim, outer * local)
+        )
+
+    def pad(self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
+        """Zeros of the whole `dim` with `x` at this rank's piece."""
+        if self._sizes[axis] == 1:
+            return x
+        c = self.coordinate[axis]
+        self._call("pad", x, axis, dim, outer, sizes, sizes[c])
+        out = x.new_zeros(_resized(x, dim, outer * sum(sizes)))
+        if x.numel():
+            before = math.prod(x.shape[:dim]) * outer
+            whole = out.view(before, sum(sizes), -1)
+            whole.narrow(1, sum(sizes[:c]), sizes[c]).copy_(
+                x.detach().reshape(before, sizes[c], -1)
+            )
+        return out
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        outer: int,
+        sizes: Sequence[int],
+        local: int,
+        to_dim: int,
+        to_outer: int,
+        to_sizes: Sequence[int],
+        to_local: int,
+    ) -> Tensor:
+        """Gather along (dim, outer, sizes), then keep the piece of (to_dim, to_outer, to_sizes)."""
+        if self._sizes[axis] == 1:
+            return x
+        if dim == to_dim:  # two atoms of one dim: `to_outer` counts elements of the gathered dim
+            whole = self.all_gather(x, axis, dim, outer, sizes)
+            return self.cut(whole, axis, to_dim, to_outer, to_sizes, to_local)
+        call = self._call(
+            "all_to_all", x, axis, dim, outer, sizes, local, to_dim, to_outer, tuple(to_sizes)
+        )
+        shape = _resized(x, to_dim, to_outer * to_local)
+        shape[dim] = outer * sum(sizes)
+        rest, shape[dim] = math.prod(shape) // max(1, sum(sizes)), 0
+        per_to = x.numel() // max(1, sum(to_sizes))
+        flat = _split(x.detach(), to_dim, to_outer, to_sizes)
+        give, take = [per_to * s for s in to_sizes], [rest * s for s in sizes]
+        flat = self.transport.swap(flat, give, take, call)
+        return _join(flat, shape, dim, outer, sizes)
+
+    def vary(self, x: Tensor, axis: str) -> Tensor:
+        """`x` itself: no data moves."""
+        return x
+
+    def shift(self, index: Tensor, axis: str, sizes: Sequence[int]) -> Tensor:
+        """`index` counted from the start of this rank's piece."""
+        return index - sum(sizes[: self.coordinate[axis]])
+
+    # ---- random numbers
+
+    def uniform(
+        self,
+        shape: Sequence[int],
+        layout: str,
+        site: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Numbers in [0, 1) of local `shape`, fixed by seed, step, site and global index."""
+        at = self._positions(shape, layout)
+        return rng.uniform_at(
+            at, seed=self.seed, step=self.step, site=site, dtype=dtype, device=torch.device(device)
+        )
+
+    def keep_mask(
+        self,
+        shape: Sequence[int],
+        layout: str,
+        site: int,
+        p: float,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """`uniform(...) >= p` as bool, without the floats: true with probability 1 - p."""
+        at = self._positions(shape, layout)
+        return rng.keep_mask_at(
+            at, p, seed=self.seed, step=self.step, site=site, device=torch.device(device)
+        )
+
+    def _positions(self, shape: Sequence[int], layout: str) -> rng.Positions:
+        at = self._layouts.get(layout)
+        if at is None:
+            at = rng.Positions(Layout.parse(layout), self.mesh, self.coordinate)
+            self._layouts[layout] = at
+        assert at.shape == tuple(shape), f"{layout} is {at.shape} here, asked for {tuple(shape)}"
+        return at
+
+    # ---- whole mesh
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, in rank order."""
+        if self.mesh.size == 1:
+            return [value]
+        return self.transport.exchange(value, Call("exchange", ""))
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the mesh."""
+        if self.mesh.size > 1:
+            self.transport.exchange(None, Call("barrier", ""))
+
+    def _call(
+        self,
+        name: str,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        outer: int,
+        sizes: Sequence[int],
+        length: int,
+        *rest: object,
+    ) -> Call:
+        """Check the operand against the sizes: every rank sees its own error before it waits."""
+        shape = list(x.shape)
+        if len(sizes) != self._sizes[axis] or shape[dim] != outer * length:
+            raise RankError(
+                f"Rank {self.rank} calls {name} on axis '{axis}' with a wrong size.",
+                where=f"dim {dim} of {list(x.shape)}",
+                expected=f"length {outer} * {length}; pieces {list(sizes)} for "
+                f"{self._sizes[axis]} ranks",
+            )
+        shape[dim] = -1
+        return Call(name, axis, x.dtype, tuple(shape), (dim, outer, tuple(sizes), *rest))
+
+
+def _resized(x: Tensor, dim: int, length: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = length
+    return shape
+
+
+def _around(x: Tensor, dim: int, outer: int) -> int:
+    """Elements of `x` for each index of the cut atom."""
+    return math.prod(x.shape[:dim]) * outer * math.prod(x.shape[dim + 1 :])
+
+
+def _split(x: Tensor, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
+    """Flatten `x` piece after piece of the cut (dim, outer, sizes)."""
+    before = math.prod(x.shape[:dim]) * outer
+    if before == 1 or x.numel() == 0:
+        return x.reshape(-1)
+    whole = x.reshape(before, sum(sizes), -1)
+    return torch.cat([piece.reshape(-1) for piece in torch.split(whole, list(sizes), 1)])
+
+
+def _join(flat: Tensor, shape: list[int], dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
+    """Inverse of `_split`; `shape` is that of the result but for `dim`."""
+    total = sum(sizes)
+    before, after = math.prod(shape[:dim]) * outer, math.prod(shape[dim + 1 :])
+    shape = [*shape[:dim], outer * total, *shape[dim + 1 :]]
+    if before == 1 or flat.numel() == 0:
+        return flat.view(shape)
+    runs = torch.split(flat, [before * s * after for s in sizes])
+    pieces = [run.view(before, s, after) for run, s in zip(runs, sizes, strict=True)]
+    return torch.cat(pieces, 1).view(shape)

@@ -1,0 +1,249 @@
+"""Collectives between processes, by torch process groups (gloo or NCCL)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import MeshError, RankError
+from autopar.layout import Mesh
+from autopar.runtime.communicator import Call, Communicator, Pending, reduce_in_order
+from autopar.runtime.heartbeat import Heartbeat, Timing, open_store
+from autopar.runtime.virtual import VirtualWorld
+
+__all__ = ["connect"]
+
+_SMALL_BYTES = 1 << 15  # up to here every rank sends its whole value to the few others
+_FEW_RANKS = 8
+_POLL = timedelta(seconds=1)
+_PEER_WORDS = ("connection", "peer", "pipe", "remote", "timed out")  # not this rank's own mistake
+
+# renamed in torch 2.13
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def connect(mesh: Mesh, *, timing: Timing | None = None) -> Communicator:
+    """Bind this process to its rank of `mesh`; every process must call it.
+
+    Args:
+        mesh: grid whose size is the number of processes of `torch.distributed`.
+        timing: how soon a lost rank is noticed.
+
+    Raises:
+        MeshError: the processes do not make up the mesh.
+    """
+    started = dist.is_available() and dist.is_initialized()
+    processes = dist.get_world_size() if started else 1
+    if processes != mesh.size:
+        raise MeshError(
+            f"The mesh '{mesh}' has {mesh.size} ranks, but torch.distributed runs {processes} "
+            f"process{'es' if processes > 1 else ''}.",
+            where="" if started else "torch.distributed is not initialised in this process",
+            hint=f"start with 'torchrun --nproc-per-node {mesh.size} script.py' and call "
+            f"torch.distributed.init_process_group(), or choose a mesh of {processes}",
+        )
+    if mesh.size == 1:
+        return VirtualWorld(mesh).communicators[0]
+    return Communicator(
+        mesh, dist.get_rank(), _Processes(mesh, dist.get_rank(), timing or Timing())
+    )
+
+
+class _Work:
+    """A torch operation under way, and what remains to be done with its result."""
+
+    __slots__ = ("_call", "_finish", "_owner", "_work")
+
+    def __init__(
+        self, owner: _Processes, work: Any, call: Call, finish: Callable[[], object] | None = None
+    ) -> None:
+        self._owner, self._work, self._call, self._finish = owner, work, call, finish
+
+    def wait(self) -> None:
+        """Block until done.
+
+        Raises:
+            RankError: a rank of the group died or stalled.
+        """
+        self._owner.finish(self._work, self._call)
+        if self._finish is not None:
+            self._finish()
+
+
+class _Processes:
+    """The transport of one process: a process group for each line of the mesh through it."""
+
+    def __init__(self, mesh: Mesh, rank: int, timing: Timing) -> None:
+        self._rank = rank
+        self._lines = {axis: mesh.group(axis, rank) for axis, size in mesh.axes if size > 1}
+        self._lines[""] = tuple(range(mesh.size))
+        # axis by axis: a rank waits only for ranks that are at the same or an earlier axis
+        self._groups: dict[str, Any] = {
+            axis: dist.group.WORLD
+            if len(line) == mesh.size
+            else dist.new_group(list(line), use_local_synchronization=True)
+            for axis, line in self._lines.items()
+        }
+        self._cuda = dist.get_backend() == "nccl"
+        self._heart: Heartbeat | None = None
+        store = open_store("127.0.0.1", 0, timing, server=True) if rank == 0 else None
+        here = (socket.gethostname(), os.getpid(), store.port if store is not None else 0)
+        hosts = self.exchange(here, Call("connect", ""))
+        if store is None:
+            (first, _, port), alone = hosts[0], len({host for host, _, _ in hosts}) == 1
+            host = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", first)
+            store = open_store(host, port, timing, server=False)
+        names = [f"Rank {r} ({host}, pid {pid})" for r, (host, pid, _) in enumerate(hosts)]
+        peers = [r for axis, line in self._lines.items() if axis for r in line]
+        heart = Heartbeat(store, rank, names, peers, timing, self._aborter())
+        self.exchange(None, Call("connect", ""))  # every rank has beaten once
+        heart.start()
+        self._heart = heart
+        weakref.finalize(self, heart.close)
+
+    def _aborter(self) -> Callable[[], None] | None:
+        """How to free a thread that waits inside a CUDA kernel; gloo waits are polled instead."""
+        if not self._cuda:
+            return None
+        groups = list(self._groups.values())
+
+        def abort() -> None:
+            for group in groups:
+                group.abort()
+
+        return abort
+
+    def finish(self, work: Any, call: Call) -> None:
+        """Wait for `work` while the group is alive."""
+        try:
+            if self._cuda:
+                work.wait()  # orders the stream; does not block
+                return
+            while not self._poll(work):
+                fault = self._heart.glance() if self._heart is not None else ""
+                if fault:
+                    raise self._error(fault, call)
+        except RuntimeError as error:
+            raise self._diagnose(error, call) from error
+
+    @staticmethod
+    def _poll(work: Any) -> bool:
+        try:
+            work.wait(_POLL)
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # finished just now, or raises the true error
+                return True
+            return False
+        return True
+
+    def _run(self, start: Callable[[], Any], call: Call) -> None:
+        self.finish(self._begin(start, call), call)
+
+    def _begin(self, start: Callable[[], Any], call: Call) -> Any:
+        if self._heart is not None and self._heart.fault:
+            raise self._error(self._heart.fault, call)
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._diagnose(error, call) from error
+
+    def _diagnose(self, error: RuntimeError, call: Call) -> Exception:
+        if self._heart is None:
+            return error
+        if any(word in str(error).lower() for word in _PEER_WORDS):
+            fault = self._heart.blame(self._lines[call.axis])
+            if fault:
+                return self._error(fault, call)
+        return RankError(f"Rank {self._rank} failed in {call}: {error}")
+
+    def _error(self, fault: str, call: Call) -> RankError:
+        return RankError(
+            f"{fault}.",
+            where=f"rank {self._rank} was in {call}",
+            hint="look at the output of that rank: its own error or the out-of-memory killer "
+            "stands there",
+        )
+
+    # ---- Transport
+
+    def start_reduce(self, buffer: Tensor, op: str, call: Call) -> Pending:
+        """Replace the contiguous `buffer` by its reduction over the axis once waited for."""
+        group, k = self._groups[call.axis], len(self._lines[call.axis])
+        if not buffer.is_cuda and k <= _FEW_RANKS and buffer.nbytes <= _SMALL_BYTES:
+            came, sent = buffer.new_empty(k * buffer.numel()), buffer.repeat(k)
+            work = self._begin(
+                lambda: dist.all_to_all_single(
+                    _bytes(came), _bytes(sent), group=group, async_op=True
+                ),
+                call,
+            )
+            rows = came.view(k, -1)
+            return _Work(self, work, call, lambda: buffer.copy_(reduce_in_order(rows.unbind(), op)))
+        wide = buffer.int() if buffer.dtype == torch.int16 else buffer  # gloo has no int16
+        kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        work = self._begin(lambda: dist.all_reduce(wide, kind, group=group, async_op=True), call)
+        return _Work(self, work, call, None if wide is buffer else lambda: buffer.copy_(wide))
+
+    def gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+        """Concatenate the 1-D `flat` of all ranks."""
+        if min(counts) < max(counts):
+            k = len(counts)
+            return self.swap(flat.repeat(k), [flat.numel()] * k, counts, call)
+        group, out, flat = self._groups[call.axis], flat.new_empty(sum(counts)), flat.contiguous()
+        self._run(
+            lambda: _gather_equal(_bytes(out), _bytes(flat), group=group, async_op=True), call
+        )
+        return out
+
+    def scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+        """Sum the 1-D `flat` over the axis and keep this rank's run of `counts`."""
+        line, group = self._lines[call.axis], self._groups[call.axis]
+        mine = counts[line.index(self._rank)]
+        if flat.is_cuda and min(counts) == max(counts):
+            out, flat = flat.new_empty(mine), flat.contiguous()
+            self._run(lambda: _scatter_equal(out, flat, group=group, async_op=True), call)
+            return out
+        # as fast as gloo's own, takes uneven pieces, and sums in rank order
+        came = self.swap(flat, counts, [mine] * len(line), call)
+        return reduce_in_order(came.view(len(line), mine).unbind(), "sum")
+
+    def swap(self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call) -> Tensor:
+        """Send run j of `flat` to rank j; concatenate what comes, in rank order."""
+        group, out, flat = self._groups[call.axis], flat.new_empty(sum(take)), flat.contiguous()
+        sends = [n * flat.itemsize for n in give]
+        receives = [n * flat.itemsize for n in take]
+        self._run(
+            lambda: dist.all_to_all_single(
+                _bytes(out), _bytes(flat), receives, sends, group=group, async_op=True
+            ),
+            call,
+        )
+        return out
+
+    def exchange(self, value: Any, call: Call) -> list[Any]:
+        """Collect one picklable object from every rank of the mesh."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = data.cuda() if self._cuda else data
+        k = len(self._lines[""])
+        length = torch.tensor([data.numel()], device=data.device)
+        lengths = self.gather(length, [1] * k, call).tolist()
+        padded = data.new_zeros(max(lengths))
+        padded[: data.numel()] = data
+        rows = self.gather(padded, [max(lengths)] * k, call).cpu().view(k, -1)
+        return [pickle.loads(r[:n].numpy().tobytes()) for r, n in zip(rows, lengths, strict=True)]
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """The bytes of a contiguous 1-D tensor: gloo moves only some dtypes."""
+    return flat.view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Policies that annotate a program; they never change its graph."""

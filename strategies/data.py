@@ -1,0 +1,55 @@
+"""Data parallelism: cut the batch dim of the inputs over an axis; everything else follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import BatchError
+from autopar.rules.factors import specs
+from autopar.program import Program, info, update_info
+from autopar.strategies.follow import Follow
+
+__all__ = ["Data"]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Cut the batch over `axis`; parameters are replicated and their gradients reduced.
+
+    Args:
+        axis: mesh axis.
+        batch_dims: dim to cut of each input by name, None for an input every rank needs whole;
+            inputs that are not named are cut in dim 0 where it has the batch size.
+    """
+
+    axis: str = "dp"
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+
+    def annotate(self, program: Program) -> None:
+        """Annotate every node on the axis.
+
+        Raises:
+            BatchError: the batch has fewer rows than the axis has ranks.
+        """
+        ranks = program.mesh.sizes[self.axis]
+        if 0 < program.batch_size < ranks:
+            raise BatchError(
+                f"A batch of {program.batch_size} rows cannot be spread over {self.axis}={ranks}.",
+                expected=f"at least {ranks} rows",
+                hint="use a larger batch or a smaller mesh axis",
+            )
+        table = specs(program)
+        nodes = program.placeholders()
+        for given in program.inputs:
+            dim = self.batch_dims.get(given.name, 0)
+            if dim is None or len(given.shape) <= dim:
+                continue
+            if given.name not in self.batch_dims and given.shape[dim] != program.batch_size:
+                continue
+            node = nodes[given.node]
+            factors = table[node].outputs[0][dim]
+            if factors:
+                choice = {**info(node).choice, self.axis: factors[0]}
+                update_info(node, choice=choice)
+        Follow(self.axis).annotate(program)

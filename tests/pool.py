@@ -1,0 +1,146 @@
+"""Real gloo processes for the tests, started once a session.
+
+`pool.run(n, fn, *args)` calls the module-level `fn(rank, n, *args)` in n processes with
+`torch.distributed` initialised to a world of n, and returns the results in rank order. A worker
+imports torch once; each call makes a fresh world.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["Pool", "WorkerError"]
+
+
+class WorkerError(AssertionError):
+    """A rank raised, died or took too long; the text holds its traceback."""
+
+
+def _work(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        fn, rank, n, args, path = job
+        try:
+            store = dist.FileStore(path, n)
+            timeout = timedelta(seconds=60)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
+            answer = (True, fn(rank, n, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            pipe.send(answer)
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Pool:
+    """Worker processes that outlive a test.
+
+    Args:
+        size: processes started at once on first use; grows up to `largest`.
+        largest: most ranks a test may ask for.
+    """
+
+    def __init__(self, size: int = 4, largest: int = 8) -> None:
+        self._size, self._largest = size, largest
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self,
+        n: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        dead: tuple[int, ...] = (),
+    ) -> list[Any]:
+        """Call `fn(rank, n, *args)` in a world of n processes.
+
+        Args:
+            dead: ranks that are expected to die; their result is None.
+
+        Raises:
+            WorkerError: a rank raised, died unexpectedly or took longer than `timeout_s`.
+        """
+        assert n <= self._largest, f"{n} ranks asked for, at most {self._largest}"
+        self._grow(n)
+        workers = self._workers[:n]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(workers):
+                pipe.send((fn, rank, n, args, os.path.join(folder, "store")))
+            results, errors = self._collect(workers, timeout_s, dead)
+        if errors:
+            text = "\n".join(f"--- rank {r} of {n}\n{e}" for r, e in sorted(errors.items()))
+            raise WorkerError(f"{fn.__name__} failed\n{text}")
+        return [results.get(r) for r in range(n)]
+
+    def _collect(
+        self, workers: list[tuple[Any, Connection]], timeout_s: float, dead: tuple[int, ...]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        deadline = time.monotonic() + timeout_s
+        while open_pipes:
+            ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                errors.update(dict.fromkeys(open_pipes.values(), f"no answer in {timeout_s:g} s"))
+                self._drop([workers[r] for r in open_pipes.values()])
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = open_pipes.pop(pipe)
+                try:
+                    fine, value = pipe.recv()
+                except (EOFError, ConnectionError):
+                    self._drop([workers[rank]])
+                    if rank not in dead:
+                        errors[rank] = f"died with exit code {workers[rank][0].exitcode}"
+                    continue
+                (results if fine else errors)[rank] = value
+            if errors:  # the others often wait for the one that failed
+                deadline = min(deadline, time.monotonic() + 20)
+        return results, errors
+
+    def _grow(self, n: int) -> None:
+        while len(self._workers) < max(n, self._size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _drop(self, workers: list[tuple[Any, Connection]]) -> None:
+        for worker in workers:
+            process, pipe = worker
+            process.kill()
+            process.join()
+            pipe.close()
+            self._workers.remove(worker)
+
+    def close(self) -> None:
+        """End all workers."""
+        for process, pipe in self._workers:
+            pipe.send(None)
+            process.join(timeout=5)
+        self._drop(list(self._workers))
