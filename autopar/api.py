@@ -27,6 +27,7 @@ from autopar.module import ParallelModule
 from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
 from autopar.passes.expand import Expand
+from autopar.passes.fuse import Fuse
 from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Shard
 from autopar.program import Phases, Program, call_text
@@ -150,6 +151,8 @@ def _lower(
     rows = ("dp",) if options.batch == "local" else ()
     lowered = Shard(coordinate, whole_outputs=not has_loss, row_axes=rows).run(program)
     check_spmd(lowered, "shard")
+    lowered = Fuse().run(lowered)
+    check_spmd(lowered, "fuse")
     phases = Bucket().run(Differentiate(device, gradients=grad).run(lowered))
     problems = check_phases(phases)
     if problems:

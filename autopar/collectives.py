@@ -198,11 +198,9 @@ def moved_bytes(node: fx.Node, axis_size: int) -> float:
     row = collective_of(node)
     if row is None or axis_size == 1:
         return 0.0
-    whole = node.meta["val"] if row.takes == "S" else node.args[0].meta["val"]  # type: ignore
     if row.name == "all_reduce_bucket":
-        total = sum(math.prod(v.shape) * v.dtype.itemsize for v in node.meta["val"])
+        values = list(node.meta["val"])
     else:
-        total = math.prod(whole.shape) * whole.dtype.itemsize
-    if row.name == "all_to_all":
-        total *= 1  # the local piece leaves but for 1/k of it
+        values = [node.meta["val"] if row.takes == "S" else node.args[0].meta["val"]]  # type: ignore
+    total = sum(math.prod(v.shape) * v.dtype.itemsize for v in values)
     return row.factor * (axis_size - 1) / axis_size * total

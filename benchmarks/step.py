@@ -128,6 +128,8 @@ def work(args: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     kinds = args.kinds.split(",")
     if args.memory:
+        if kinds[0] != "peer":
+            from autopar import parallelize  # noqa: F401  the imports are no part of the step
         before = common.rss_bytes()
         step = make_step(args.case, kinds[0], config)
         for _ in range(2):

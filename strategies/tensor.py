@@ -32,8 +32,7 @@ __all__ = ["Tensors"]
 Mark = tuple[Any, ...]
 """Placement of a value on the axis: ('R',), ('V',), ('P',) or ('S', key)."""
 
-_LATENCY_BYTES = 256.0  # a collective costs at least this, so fewer of them win a tie
-_TIE = 0.01  # weight of work done more than once against bytes moved
+_TIE = 0.05  # work done on every rank against bytes moved: memory is that much faster than links
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,15 @@ class Tensors:
         sequence: let activations between products be cut (reduce-scatter and all-gather) instead
             of replicated (all-reduce): the same bytes, less memory.
         pins: parameter name -> placement on the axis, 'R' or 'S(dim)'.
+        latency_bytes: what a pass around the ring costs beside its bytes; 10 us at 100 GB/s are
+            1 MB.
         time_limit_s: limit for the solver; the best plan found by then is used.
     """
 
     axis: str = "tp"
     sequence: bool = True
     pins: Mapping[str, str] = field(default_factory=dict)
+    latency_bytes: float = 2.0**20
     time_limit_s: float = 60.0
 
     def annotate(self, program: Program) -> None:
@@ -171,8 +173,8 @@ class _Problem:
     def statistics(self, spec: Spec, factor: str, size: float, node: fx.Node) -> float:
         """Bytes to reduce the row statistics of an expansion: two forward, two backward."""
         rows = size / spec.sizes[factor]
-        passes = 4 if node.meta.get("requires_grad", False) else 2
-        return passes * (2 * (self.k - 1) / self.k * rows + _LATENCY_BYTES)
+        times = 4 if node.meta.get("requires_grad", False) else 2
+        return times * 2 * ((self.k - 1) / self.k * rows + self.strategy.latency_bytes)
 
     def options(self, node: fx.Node, spec: Spec) -> list[str]:
         choice = info(node).choice
@@ -328,7 +330,7 @@ class _Problem:
             flows: dict[tuple[Mark, Mark], int] = {}
             for a in made:
                 for b in used:
-                    cost = self.conversion(a, b, size, grad)
+                    cost = self.conversion(a, b, size, grad, source.op == "placeholder")
                     if cost is None:
                         continue
                     flow = self.variable(0.0)
@@ -359,29 +361,34 @@ class _Problem:
                 cut *= self.mesh.sizes[axis]
         return total / cut
 
-    def conversion(self, a: Mark, b: Mark, size: float, grad: bool) -> float | None:
-        """Bytes moved to turn placement a into b, forward and backward; None: impossible."""
+    def conversion(
+        self, a: Mark, b: Mark, size: float, grad: bool, bucketed: bool
+    ) -> float | None:
+        """Bytes moved to turn placement a into b, forward and backward; None: impossible.
+
+        `bucketed`: the reduction of the gradient shares a message with others.
+        """
         ring = (self.k - 1) / self.k * size
         back = ring if grad else 0.0
         lone = 0.0 if self.strategy.sequence else 0.5 * ring
         if a == b:
             return 0.0
-        kinds = a[0] + b[0]
-        if kinds == "RV":
-            return 2 * back + _LATENCY_BYTES if grad else 0.0
-        if kinds == "RS":
-            return back + (_LATENCY_BYTES if grad else 0.0)
-        if kinds == "VS":
-            return 0.0
-        costs = {
-            "SR": ring + lone,
-            "SV": ring + back + lone,
-            "SS": (ring + back) / self.k + lone,
-            "PR": 2 * ring,
-            "PV": 2 * ring + 2 * back,
-            "PS": ring + back + lone,
+        back_steps = 1 if grad else 0
+        costs: dict[str, tuple[float, int]] = {  # bytes, ring passes
+            "RV": (2 * back, 0 if bucketed else 2 * back_steps),
+            "RS": (back, back_steps),
+            "VS": (0.0, 0),
+            "SR": (ring + lone, 1),
+            "SV": (ring + back + lone, 1 + back_steps),
+            "SS": ((ring + back) / self.k + lone, 1 + back_steps),
+            "PR": (2 * ring, 2),
+            "PV": (2 * ring + 2 * back, 2 + 2 * back_steps),
+            "PS": (ring + back + lone, 1 + back_steps),
         }
-        return costs[kinds] + _LATENCY_BYTES if kinds in costs else None
+        if a[0] + b[0] not in costs:
+            return None
+        moved, passes = costs[a[0] + b[0]]
+        return moved + passes * self.strategy.latency_bytes
 
 
 def _bad_pin(state: Any, pin: str) -> list[str]:

@@ -7,6 +7,7 @@ imports torch once; each call makes a fresh world.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -34,14 +35,15 @@ def _work(pipe: Connection) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        if job is None:
-            return
         fn, rank, n, args, path = job
         try:
             store = dist.FileStore(path, n)
             timeout = timedelta(seconds=60)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
+            dist.barrier()  # a rank that leaves early would break the others' connecting
             answer = (True, fn(rank, n, *args))
+            with contextlib.suppress(RuntimeError):  # a rank that failed has left
+                dist.barrier()
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:
@@ -131,16 +133,13 @@ class Pool:
             self._workers.append((process, ours))
 
     def _drop(self, workers: list[tuple[Any, Connection]]) -> None:
-        for worker in workers:
-            process, pipe = worker
+        for process, _ in workers:
             process.kill()
-            process.join()
-            pipe.close()
+        for worker in workers:
+            worker[0].join()
+            worker[1].close()
             self._workers.remove(worker)
 
     def close(self) -> None:
-        """End all workers."""
-        for process, pipe in self._workers:
-            pipe.send(None)
-            process.join(timeout=5)
+        """End all workers; they keep nothing worth a goodbye."""
         self._drop(list(self._workers))

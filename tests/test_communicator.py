@@ -310,7 +310,7 @@ def test_wrong_number_of_processes_is_refused(pool: Pool) -> None:
 
 
 def _lose(rank: int, n: int, victim: int, how: int) -> tuple[str, float]:
-    comm = connect(mesh("dp=2, tp=2"), timing=Timing(beat_s=0.3, silent_s=3.0, doubt_s=1.2))
+    comm = connect(mesh("dp=2, tp=2"), timing=Timing(beat_s=0.3, silent_s=2.0, doubt_s=1.2))
     pids = comm.exchange(os.getpid())
     x = torch.ones(100_000)
     for axis in ("dp", "tp"):
@@ -322,7 +322,7 @@ def _lose(rank: int, n: int, victim: int, how: int) -> tuple[str, float]:
         for axis in ("tp", "dp"):
             comm.all_reduce(x, axis, "sum")
     except RankError as error:
-        time.sleep(1.5)  # the others may still need the store
+        time.sleep(1.0)  # the others may still need the store
         if how == signal.SIGSTOP and rank == (0 if victim else 1):
             os.kill(pids[victim], signal.SIGKILL)
         return str(error), time.monotonic() - start

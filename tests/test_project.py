@@ -20,21 +20,21 @@ ORDER = [
     {"layout"},
     {"program"},
     {"collectives", "rules"},
-    {"cost"},
+    {"cost", "check"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
     {"codegen"},
     {"compiled"},
     {"report"},
     {"module"},
-    {"verify"},
     {"api"},
+    {"verification"},
     {"__main__", "__init__"},
 ]
 ANYWHERE = {"compat"}  # may be imported by all, imports nothing of autopar
 INWARD = {"rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
-RUNTIME_USERS = {"module", "verify", "api", "__main__", "__init__"}
+RUNTIME_USERS = {"module", "verification", "api", "__main__", "__init__"}
 ALONE = {"testing"}
 
 

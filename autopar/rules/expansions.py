@@ -130,14 +130,14 @@ def variance(root: bool = False, mean: bool = False) -> Callable[..., Any]:
 
     def expansion(
         x: Tensor,
-        dim: int | Sequence[int] | bool | None = None,
+        dim: Sequence[int] | bool | None = None,
         unbiased: bool = True,
         keepdim: bool = False,
         *,
         correction: float | None = None,
     ) -> Any:
-        if isinstance(dim, bool):
-            dim, unbiased = None, dim
+        if isinstance(dim, bool):  # the overload without dims
+            return expansion(x, None, dim)
         wide, dims = _wide(x), _dims(x, dim)
         n = math.prod(x.shape[d] for d in dims)
         freedom = n - (int(unbiased) if correction is None else correction)
@@ -227,12 +227,12 @@ def native_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm by two passes: mean, then mean of squares about it; with mean and 1 / deviation."""
+    """Layer norm, with mean and 1 / deviation."""
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     centred, mean, spread = _centred(_wide(x), dims)
     scale = (spread + eps).rsqrt()
     y = _scaled(centred * scale, weight, bias, list(normalized_shape))
-    return _like(y, x.dtype), mean, scale
+    return _like(y, x.dtype), mean.detach(), scale.detach()  # as the operation has it
 
 
 def layer_norm(

@@ -14,6 +14,7 @@ from autopar.rules.spec import Adjust, Call, Dims, Factors, Local, Spec
 __all__ = [
     "RuleFn",
     "argument",
+    "common_shape",
     "constructor",
     "dim_list",
     "glu",
@@ -36,15 +37,21 @@ def dim_list(value: Any, rank: int) -> tuple[int, ...]:
     """Dims named by an argument: None or an empty list means all, negatives count from the end."""
     if rank == 0:
         return ()
-    if value is None or (isinstance(value, (list, tuple)) and not value):
-        return tuple(range(rank))
-    dims = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(d % rank for d in dims)
+    if isinstance(value, int):
+        return (value % rank,)
+    return tuple(d % rank for d in value) if value else tuple(range(rank))
 
 
 def names(*dims: Iterable[str]) -> frozenset[str]:
     """The factors of some dims."""
     return frozenset(n for dim in dims for n in dim)
+
+
+def common_shape(*shapes: Sequence[int]) -> list[int]:
+    """The shape that some shapes broadcast to."""
+    rank = max(map(len, shapes), default=0)
+    padded = [[1] * (rank - len(s)) + list(s) for s in shapes]
+    return [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
 
 
 def local_size(dim: Iterable[str], local: Local) -> int:

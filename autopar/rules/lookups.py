@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.families import RuleFn, names
+from autopar.rules.families import RuleFn, common_shape, names
 from autopar.rules.registry import unknown
 from autopar.rules.spec import Call, Dims, Factors, Spec
 
@@ -130,7 +130,7 @@ def _indexed(
     vals = [indices[i].meta["val"] for i in used]
     if any(v.dtype in (torch.bool, torch.uint8) for v in vals):
         return None
-    shape = torch.broadcast_shapes(*(v.shape for v in vals))
+    shape = common_shape(*(v.shape for v in vals))
     side_by_side = used == list(range(used[0], used[-1] + 1))
     start = used[0] if side_by_side else 0
     place = f.like(shape, "n")
@@ -186,6 +186,12 @@ def index_put(call: Call) -> Spec:
     )
 
 
+def _writes_number(call: Call) -> bool:
+    """Whether a number other than zero is written, which is no sum over ranks."""
+    value = call.arguments.get("value")
+    return isinstance(value, (int, float)) and value != 0
+
+
 def scatter(linear: bool = True) -> RuleFn:
     """Writing along a dim, which stays whole; other dims where all sizes agree may be cut."""
 
@@ -204,7 +210,7 @@ def scatter(linear: bool = True) -> RuleFn:
             inputs.append(tuple(operand[i] if i in same else own[i] for i in range(len(shape))))
         whole = frozenset(f.sizes) - names(*(operand[i] for i in same))
         sets: tuple[frozenset[int], ...] = BOTH if len(inputs) > 2 else FIRST
-        keeps = linear and not call.arguments.get("value")
+        keeps = linear and not _writes_number(call)
         return Spec(f.sizes, tuple(inputs), (operand,), whole, linear=sets if keeps else ())
 
     return make
@@ -225,7 +231,7 @@ def index_write(linear: bool = True) -> RuleFn:
             inputs.append((*operand[:at], n, *operand[at + 1 :]))
         elif len(call.shapes) > 2:
             inputs.append(())
-        keeps = linear and not call.arguments.get("value")
+        keeps = linear and not _writes_number(call)
         sets: tuple[frozenset[int], ...] = BOTH if len(inputs) > 2 else FIRST
         whole = names(operand[at], n)
         return Spec(f.sizes, tuple(inputs), (operand,), whole, linear=sets if keeps else ())
@@ -266,9 +272,10 @@ def searchsorted(values: int) -> RuleFn:
         out = f.like(call.results[0], "d")
         row = call.shapes[1 - values]
         lead = out[: len(row) - 1] if len(row) > 1 else ()
-        inputs: list[Dims] = [(*lead, f.new(n, "v")) for n in row[-1:] for _ in call.shapes]
-        whole = names(*(d for dims in inputs for d in dims)) - names(*out)
-        inputs[values] = out
+        inputs: list[Dims] = []
+        for k, shape in enumerate(call.shapes):
+            inputs.append(out if k == values else (*lead, f.new(shape[-1], "v")))
+        whole = frozenset(f.sizes) - names(*out)
         return Spec(f.sizes, tuple(inputs), (out,), whole)
 
     return make

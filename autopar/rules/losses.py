@@ -1,10 +1,8 @@
-"""Rule functions for losses. A mean keeps all whole: passes write it as a sum over a count first."""
+"""Rule functions for losses. A mean keeps all whole: passes write it as a sum and a count."""
 
 from __future__ import annotations
 
-import torch
-
-from autopar.rules.families import RuleFn, names
+from autopar.rules.families import RuleFn, common_shape, names
 from autopar.rules.registry import unknown
 from autopar.rules.spec import Call, Dims, Factors, Spec
 
@@ -26,7 +24,7 @@ def loss(vector: int = 0) -> RuleFn:
         f = Factors()
         first = len(call.shapes[0])
         long = [s for s in call.shapes if not vector or len(s) == first]
-        full = f.like(torch.broadcast_shapes(*long), "d")
+        full = f.like(common_shape(*long), "d")
         rows = full[: len(full) - vector]
         inputs = tuple(
             f.broadcast(full if not vector or len(s) == first else rows, s) for s in call.shapes
@@ -49,4 +47,6 @@ def cross_entropy(call: Call) -> Spec:
     inputs: list[Dims] = [x, x if probabilities else rows]
     inputs += [(x[at],) for _ in call.shapes[2:]]
     out = rows if call["reduction"] == NONE else ()
-    return Spec(f.sizes, tuple(inputs), (out,), expand=names(x[at]))
+    # nll_loss picks values, cross_entropy has logarithms inside
+    linear = () if "label_smoothing" in call.arguments else (frozenset({0}),)
+    return Spec(f.sizes, tuple(inputs), (out,), expand=names(x[at]), linear=linear)

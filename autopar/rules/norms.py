@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from autopar.rules.families import argument, local_size, names
+from autopar.rules.families import argument, common_shape, local_size, names
 from autopar.rules.registry import unknown
 from autopar.rules.spec import Adjust, Call, Dims, Factors, Local, Spec
 
@@ -55,11 +53,18 @@ def batch_norm(call: Call) -> Spec:
     updates = len(outputs) == 5  # running statistics are results
     statistics = call.arguments.get("running_mean") is not None
     if not call.arguments.get("training", False) and not updates:
-        return Spec(f.sizes, inputs, tuple(outputs), frozenset(unused))
+        return Spec(f.sizes, inputs, tuple(outputs), frozenset(unused), nonempty=names(*x))
     if statistics and not updates:  # updated in place, unseen by the graph
         return unknown(call)
     reduced = names(*x) - names(channel)
-    return Spec(f.sizes, inputs, tuple(outputs), frozenset(unused), expand=reduced)
+    return Spec(
+        f.sizes,
+        inputs,
+        tuple(outputs),
+        frozenset(unused),
+        expand=reduced,
+        nonempty=names(channel),
+    )
 
 
 def group_norm(call: Call) -> Spec:
@@ -133,14 +138,20 @@ def weight_norm(call: Call) -> Spec:
         return unknown(call)
     at = call["dim"]
     g = tuple(d if i == at else () for i, d in enumerate(v))
-    return Spec(f.sizes, (v, g), (v,), names(*v) - names(v[at]), linear=(frozenset({1}),))
+    return Spec(
+        f.sizes,
+        (v, g),
+        (v,),
+        names(*v) - names(v[at]),
+        linear=(frozenset({1}),),
+        nonempty=names(v[at]),
+    )
 
 
 def cosine_similarity(call: Call) -> Spec:
     """cosine_similarity: the compared dim stays whole."""
     f = Factors()
-    shape = torch.broadcast_shapes(*call.shapes)
-    full = f.like(shape, "d")
+    full = f.like(common_shape(*call.shapes), "d")
     at = call["dim"] % len(full)
     inputs = tuple(f.broadcast(full, s) for s in call.shapes)
     return Spec(f.sizes, inputs, ((*full[:at], *full[at + 1 :]),), whole=names(full[at]))
@@ -149,7 +160,7 @@ def cosine_similarity(call: Call) -> Spec:
 def pairwise_distance(call: Call) -> Spec:
     """pairwise_distance: the last dim stays whole."""
     f = Factors()
-    full = f.like(torch.broadcast_shapes(*call.shapes), "d")
+    full = f.like(common_shape(*call.shapes), "d")
     inputs = tuple(f.broadcast(full, s) for s in call.shapes)
     out = (*full[:-1], ()) if call["keepdim"] else full[:-1]
     return Spec(f.sizes, inputs, (out,), whole=names(full[-1]))

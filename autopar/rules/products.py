@@ -53,7 +53,15 @@ def bilinear(call: Call) -> Spec:
     n = len(call.shapes)
     sets: Sets = (*EITHER, frozenset({2})) if n == 3 else tuple(frozenset({k, 3}) for k in range(3))
     expand = names(i, j) if n == 4 else frozenset()
-    return Spec(f.sizes, inputs[:n], ((*lead, o),), expand=expand, linear=sets, heavy=True)
+    return Spec(
+        f.sizes,
+        inputs[:n],
+        ((*lead, o),),
+        expand=expand,
+        linear=sets,
+        heavy=True,
+        nonempty=names(i, j),
+    )
 
 
 def added_product(left: str, right: str, result: str) -> RuleFn:
@@ -72,7 +80,15 @@ def added_product(left: str, right: str, result: str) -> RuleFn:
         added = f.broadcast(out, call.shapes[0])
         gone = names(*a, *b) - names(*out)
         sets = (frozenset({0, 1}), frozenset({0, 2}))
-        return Spec(f.sizes, (added, a, b), (out,), expand=gone, linear=sets, heavy=True)
+        return Spec(
+            f.sizes,
+            (added, a, b),
+            (out,),
+            expand=gone,
+            linear=sets,
+            heavy=True,
+            nonempty=names(*out) - names(*added),  # addmv keeps a size 1 that meets a size 0
+        )
 
     return make
 

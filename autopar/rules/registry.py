@@ -153,7 +153,7 @@ def _parsed(
                     f"The rule of {name} does not fit a tensor of shape {list(shape)}.",
                     expected=" ".join(s.dims),
                 )
-            dims = []
+            dims: list[tuple[str, ...]] = []
             for w, n in zip(words, shape, strict=True):
                 if n == 1:
                     dims.append(())

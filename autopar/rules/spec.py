@@ -90,7 +90,7 @@ class Spec:
             whole = whole | set(names[1:])
         reductions = dict(self.reductions)
         if factor in reductions:
-            reductions.update({n: reductions[factor] for n in names})
+            reductions.update(dict.fromkeys(names, reductions[factor]))
         return dataclasses.replace(
             self,
             sizes=new_sizes,

@@ -27,7 +27,15 @@ def _last(n: int) -> Any:
 
 
 def _fills_zero(call: Call) -> bool:
-    return not call["value"]
+    return bool(call["value"] == 0)
+
+
+def _zero_other(call: Call) -> bool:
+    return bool(call["other"] == 0)
+
+
+def _zero_self(call: Call) -> bool:
+    return bool(call["self"] == 0)
 
 
 def _norm_kind(call: Call) -> str:
@@ -36,8 +44,8 @@ def _norm_kind(call: Call) -> str:
 
 # Elementwise functions without linearity: a partial sum must be whole before them.
 _each(
-    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos "
-    "cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid "
+    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min "
+    "cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid "
     "hardswish hardtanh isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p "
     "log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round round.decimals "
     "rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan "
@@ -49,7 +57,7 @@ _each(
     "maximum minimum max.other min.other fmax fmin atan2 hypot copysign.Tensor heaviside "
     "fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar floor_divide div.Tensor_mode "
     "div.Scalar_mode clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp xlogy.Tensor "
-    "xlogy.Scalar_Other where.ScalarOther where.ScalarSelf where.Scalar",
+    "xlogy.Scalar_Other where.Scalar",
     pointwise(),
 )
 _each(
@@ -79,6 +87,8 @@ _each("mul.Tensor", pointwise((0,), (1,)))
 _each("div.Tensor", pointwise((0,)))
 _each("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar lerp.Tensor", pointwise((0, 1)))
 _each("where.self", pointwise((1, 2)))
+_each("where.ScalarOther", pointwise((1,), when=_zero_other))
+_each("where.ScalarSelf", pointwise((1,), when=_zero_self))
 _each("copy fill.Tensor", pointwise((1,)))  # what is overwritten does not count
 _each("fill.Scalar", pointwise())
 _each("masked_fill.Scalar", pointwise((0,), when=_fills_zero))
@@ -146,15 +156,13 @@ _each(
     expansion=expansions.added(lambda a, b: torch.bmm(a, b).sum(0)),
 )
 for _name in (
-    "conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding "
-    "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input convolution.default"
-).split():
+    *("conv1d.default", "conv2d.default", "conv3d.default", "convolution.default"),
+    *("conv1d.padding", "conv2d.padding", "conv3d.padding"),
+    *("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input"),
+):
     _op, _overload = _name.split(".")
-    _each(
-        _name,
-        products.convolution,
-        expansion=expansions.biased(getattr(getattr(aten, _op), _overload)),
-    )
+    _biased = expansions.biased(getattr(getattr(aten, _op), _overload))
+    _each(_name, products.convolution, expansion=_biased)
 _each("scaled_dot_product_attention", products.attention)
 _each("cdist", products.distances)
 _each("cross linalg_cross", views.cross)
@@ -248,9 +256,9 @@ _each("roll", whole_dims("dims", linear=True))
 _each("tril triu", whole_dims(_last(2), linear=True))
 _each("diagonal", views.diagonal)
 _each("unfold", views.unfold)
-_each("pixel_shuffle", views.pixel_shuffle)
-_each("pixel_unshuffle", views.pixel_unshuffle)
-_each("channel_shuffle", views.channel_shuffle)
+_each("pixel_shuffle", windows.pixel_shuffle)
+_each("pixel_unshuffle", windows.pixel_unshuffle)
+_each("channel_shuffle", windows.channel_shuffle)
 
 # Scans and sorting.
 _each("cumsum", whole_dims(linear=True))

@@ -12,7 +12,6 @@ from autopar.rules.spec import Adjust, Call, Dims, Factors, Local, Spec
 __all__ = [
     "as_rows",
     "broadcast_tensors",
-    "channel_shuffle",
     "concat",
     "cross",
     "diagonal",
@@ -25,8 +24,6 @@ __all__ = [
     "pad",
     "permute",
     "pieces",
-    "pixel_shuffle",
-    "pixel_unshuffle",
     "repeat",
     "repeat_interleave",
     "reshape",
@@ -317,7 +314,7 @@ def stack(call: Call) -> Spec:
 # --- taking parts ------------------------------------------------------------------------------
 
 
-def _changed(call: Call, dims: Sequence[int], linear: bool = True) -> Spec:
+def _changed(call: Call, dims: Sequence[int], linear: bool = True, nonempty: bool = False) -> Spec:
     """The given dims change their size or order and stay whole; the others are kept."""
     f = Factors()
     operand = f.like(call.shapes[0], "d")
@@ -329,8 +326,14 @@ def _changed(call: Call, dims: Sequence[int], linear: bool = True) -> Spec:
             out[d] = f.new(result[d], f"o{k}_{d}_")
             whole.update(out[d])
         outs.append(tuple(out))
-    sets = LINEAR if linear else ()
-    return Spec(f.sizes, (operand,), tuple(outs), frozenset(whole), linear=sets)
+    return Spec(
+        f.sizes,
+        (operand,),
+        tuple(outs),
+        frozenset(whole),
+        linear=LINEAR if linear else (),
+        nonempty=names(*operand) if nonempty else frozenset(),
+    )
 
 
 def slice_dim(call: Call) -> Spec:
@@ -359,7 +362,7 @@ def pad(call: Call) -> Spec:
     rank = len(call.shapes[0])
     dims = [rank - 1 - i for i in range(len(widths) // 2) if widths[2 * i] or widths[2 * i + 1]]
     constant = call.arguments.get("mode", "constant") == "constant"
-    return _changed(call, dims, linear=not (constant and call["value"]))
+    return _changed(call, dims, linear=not (constant and call["value"]), nonempty=not constant)
 
 
 def diff(call: Call) -> Spec:
@@ -421,7 +424,7 @@ def unfold(call: Call) -> Spec:
     operand = list(f.like(shape, "d"))
     at = call["dimension"] % len(shape)
     count, size = f.new(result[at], "w"), f.new(call["size"], "s")
-    whole = names(size)
+    whole, nonempty = names(size), names(count)
     if call["step"] == call["size"] and shape[at] == result[at] * call["size"]:
         for n in operand[at]:
             del f.sizes[n]
@@ -429,46 +432,7 @@ def unfold(call: Call) -> Spec:
     else:
         whole |= names(count, operand[at])
     out = (*operand[:at], count, *operand[at + 1 :], size)
-    return Spec(f.sizes, (tuple(operand),), (out,), whole, linear=LINEAR)
-
-
-# --- channels and space ------------------------------------------------------------------------
-
-
-def pixel_shuffle(call: Call) -> Spec:
-    """pixel_shuffle: channels (c, r, r) move into height (h, r) and width (w, r)."""
-    f = Factors()
-    small, large = call.shapes[0], call.results[0]
-    coarse, fine = _pixels(f, small, large, call["upscale_factor"])
-    return Spec(f.sizes, (coarse,), (fine,), names(coarse[-3][-2:]), linear=LINEAR)
-
-
-def pixel_unshuffle(call: Call) -> Spec:
-    """pixel_unshuffle: the inverse of pixel_shuffle."""
-    f = Factors()
-    large, small = call.shapes[0], call.results[0]
-    coarse, fine = _pixels(f, small, large, call["downscale_factor"])
-    return Spec(f.sizes, (fine,), (coarse,), names(coarse[-3][-2:]), linear=LINEAR)
-
-
-def _pixels(f: Factors, small: Sequence[int], large: Sequence[int], r: int) -> tuple[Dims, Dims]:
-    lead = f.like(small[:-3], "d")
-    c, h, w = f.new(large[-3], "c"), f.new(small[-2], "h"), f.new(small[-1], "w")
-    down, right = f.new(r, "y"), f.new(r, "x")
-    return (*lead, (*c, *down, *right), h, w), (*lead, c, (*h, *down), (*w, *right))
-
-
-def channel_shuffle(call: Call) -> Spec:
-    """channel_shuffle: channels (group, c) become (c, group)."""
-    f = Factors()
-    shape = call.shapes[0]
-    g, c = f.new(call["groups"], "g"), f.new(shape[1] // call["groups"], "c")
-    batch, space = f.new(shape[0], "b"), f.like(shape[2:], "s")
-    adjust = argument(call, "groups", lambda local: local_size(g, local))
-    operand, out = (batch, (*g, *c), *space), (batch, (*c, *g), *space)
-    return Spec(
-        f.sizes, (operand,), (out,), linear=LINEAR, adjust=adjust, nonempty=frozenset(f.sizes)
-    )
+    return Spec(f.sizes, (tuple(operand),), (out,), whole, linear=LINEAR, nonempty=nonempty)
 
 
 def cross(call: Call) -> Spec:

@@ -1,15 +1,26 @@
-"""Rule functions for pooling, interpolation and sliding windows."""
+"""Rule functions for images: pooling, interpolation, sliding windows, channels and pixels."""
 
 from __future__ import annotations
 
-from autopar.rules.families import RuleFn, argument, names
-from autopar.rules.spec import Call, Factors, Spec
+from collections.abc import Sequence
 
-__all__ = ["affine_grid", "fold", "grid_sample", "resized", "unfold_blocks"]
+from autopar.rules.families import RuleFn, argument, local_size, names
+from autopar.rules.spec import Call, Dims, Factors, Spec
+
+__all__ = [
+    "affine_grid",
+    "channel_shuffle",
+    "fold",
+    "grid_sample",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "resized",
+    "unfold_blocks",
+]
 
 
 def resized(space: int, *, linear: bool) -> RuleFn:
-    """Pooling and interpolation: the last `space` dims stay whole, batch and channels may be cut."""
+    """Pooling and interpolation: the last `space` dims stay whole, the others may be cut."""
 
     def make(call: Call) -> Spec:
         f = Factors()
@@ -87,4 +98,52 @@ def grid_sample(call: Call) -> Spec:
         names(*space, xy),
         linear=(frozenset({0}),),
         nonempty=names(*out),
+    )
+
+
+# --- channels and space ------------------------------------------------------------------------
+
+
+def pixel_shuffle(call: Call) -> Spec:
+    """pixel_shuffle: channels (c, r, r) move into height (h, r) and width (w, r)."""
+    f = Factors()
+    coarse, fine = _pixels(f, call.shapes[0], call.results[0], call["upscale_factor"])
+    return _shuffled(f, coarse, fine, names(coarse[-3][-2:]))
+
+
+def pixel_unshuffle(call: Call) -> Spec:
+    """pixel_unshuffle: the inverse of pixel_shuffle."""
+    f = Factors()
+    coarse, fine = _pixels(f, call.results[0], call.shapes[0], call["downscale_factor"])
+    return _shuffled(f, fine, coarse, names(coarse[-3][-2:]))
+
+
+def _shuffled(f: Factors, operand: Dims, out: Dims, whole: frozenset[str]) -> Spec:
+    # shapes and gradients of empty pieces are wrong in torch 2.13
+    every = frozenset(f.sizes)
+    return Spec(f.sizes, (operand,), (out,), whole, linear=(frozenset({0}),), nonempty=every)
+
+
+def _pixels(f: Factors, small: Sequence[int], large: Sequence[int], r: int) -> tuple[Dims, Dims]:
+    lead = f.like(small[:-3], "d")
+    c, h, w = f.new(large[-3], "c"), f.new(small[-2], "h"), f.new(small[-1], "w")
+    down, right = f.new(r, "y"), f.new(r, "x")
+    return (*lead, (*c, *down, *right), h, w), (*lead, c, (*h, *down), (*w, *right))
+
+
+def channel_shuffle(call: Call) -> Spec:
+    """channel_shuffle: channels (group, c) become (c, group)."""
+    f = Factors()
+    shape = call.shapes[0]
+    g, c = f.new(call["groups"], "g"), f.new(shape[1] // call["groups"], "c")
+    batch, space = f.new(shape[0], "b"), f.like(shape[2:], "s")
+    adjust = argument(call, "groups", lambda local: local_size(g, local))
+    operand, out = (batch, (*g, *c), *space), (batch, (*c, *g), *space)
+    return Spec(
+        f.sizes,
+        (operand,),
+        (out,),
+        linear=(frozenset({0}),),
+        adjust=adjust,
+        nonempty=frozenset(f.sizes),
     )

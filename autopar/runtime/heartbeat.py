@@ -106,7 +106,7 @@ class Heartbeat:
         if self._turns != self._known_turns:
             self._known_turns, self._glances = self._turns, 0
         self._glances += 1
-        if self._glances > self._timing.silent_s:
+        if self._glances > 2 + self._timing.silent_s:
             self.fault = self.fault or f"{self._names[0]} stopped responding"
         return self.fault
 
