@@ -87,7 +87,8 @@ def added_product(left: str, right: str, result: str) -> RuleFn:
             expand=gone,
             linear=sets,
             heavy=True,
-            nonempty=names(*out) - names(*added),  # addmv keeps a size 1 that meets a size 0
+            # addmv keeps a size 1 that meets a size 0
+            nonempty=names(*out) - names(*added) if len(out) == 1 else frozenset(),
         )
 
     return make

@@ -32,8 +32,9 @@ def resized(space: int, *, linear: bool) -> RuleFn:
         inputs = tuple(operand for _ in call.shapes)
         outputs = tuple((*kept, *own) for _ in call.results)
         whole = frozenset(f.sizes) - names(*kept)
+        frail = names(*kept[1:]) if len(kept) > 1 else names(*kept)  # the batch may be empty
         sets = (frozenset({0}),) if linear else ()
-        return Spec(f.sizes, inputs, outputs, whole, linear=sets, nonempty=names(*kept))
+        return Spec(f.sizes, inputs, outputs, whole, linear=sets, nonempty=frail)
 
     return make
 
@@ -137,13 +138,11 @@ def channel_shuffle(call: Call) -> Spec:
     shape = call.shapes[0]
     g, c = f.new(call["groups"], "g"), f.new(shape[1] // call["groups"], "c")
     batch, space = f.new(shape[0], "b"), f.like(shape[2:], "s")
-    adjust = argument(call, "groups", lambda local: local_size(g, local))
-    operand, out = (batch, (*g, *c), *space), (batch, (*c, *g), *space)
     return Spec(
         f.sizes,
-        (operand,),
-        (out,),
+        ((batch, (*g, *c), *space),),
+        ((batch, (*c, *g), *space),),
         linear=(frozenset({0}),),
-        adjust=adjust,
+        adjust=argument(call, "groups", lambda local: local_size(g, local)),
         nonempty=frozenset(f.sizes),
     )
