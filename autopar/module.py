@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture import Arguments, bind_arguments, empty_like, skeleton
 from autopar.codegen import generate, load
@@ -262,7 +264,7 @@ class ParallelModule(nn.Module):
         """Replace whole parameters by the pieces of this rank, once."""
         if self._bound or self._mesh.size == 1:
             return
-        replaced: dict[int, Tensor] = {}
+        replaced: list[tuple[Tensor, Tensor]] = []
         for s in states:
             if s.name.startswith("constant.") or not _is_plain(self.state(s.name)):
                 continue
@@ -273,7 +275,7 @@ class ParallelModule(nn.Module):
             assert s.layout is not None, "lowering places every state"
             local = piece(old.detach(), s.layout, self._mesh, self._comm.coordinate).clone()
             new = nn.Parameter(self._dtensor(local, s.layout), requires_grad=old.requires_grad)
-            replaced[id(old)] = new
+            replaced.append((old, new))
             for name in (s.name, *s.aliases):
                 path, _, leaf = name.rpartition(".")
                 owner = self.get_submodule(path) if path else self
@@ -358,19 +360,23 @@ def _communicator(mesh: Mesh) -> Communicator:
 
 
 
-def _repoint_optimizers(replaced: dict[int, Tensor]) -> None:
+def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
     """Let optimizers made before the first call step the new parameters.
 
-    torch calls the hook before every optimizer step of the process.
+    torch calls the hook before every optimizer step of the process. Old parameters are held weakly:
+    one that no optimizer holds is gone, and its id may belong to another tensor.
     """
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    keep = dict(replaced)
+    table: WeakTensorKeyDictionary[Tensor] = WeakTensorKeyDictionary()
+    for old, new in replaced:
+        table[old] = new
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not len(table):
+            handle.remove()
+            return
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
-                new = keep.get(id(p))
+                new = table.get(p)
                 if new is None:
                     continue
                 group["params"][i] = new
@@ -379,7 +385,7 @@ def _repoint_optimizers(replaced: dict[int, Tensor]) -> None:
                         k: _like_parameter(v, p, new) for k, v in optimizer.state.pop(p).items()
                     }
 
-    register_optimizer_step_pre_hook(hook)
+    handle = register_optimizer_step_pre_hook(hook)
 
 
 def _like_parameter(value: Any, old: Tensor, new: Any) -> Any:

@@ -40,13 +40,18 @@ through, or the name of the factor of the operation's rule that the axis cuts.""
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Everything the compiler knows about one node."""
+    """Everything the compiler knows about one node.
+
+    Args:
+        origin: in a forward graph, the node of the SPMD graph that it computes (part of).
+    """
 
     layouts: tuple[Layout, ...] = ()
     choice: Choice = field(default_factory=dict)
     source: str = ""
     module: str = ""
     site: int = -1
+    origin: str = ""
 
 
 def info(node: fx.Node) -> NodeInfo:

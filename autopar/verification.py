@@ -132,7 +132,8 @@ def verify(
     random = any(info(n).site >= 0 for n in compiled.annotated.graph.graph.nodes)
     make = _bound(optimizer, lr)
     if random:
-        alone = compile(model, Mesh((("dp", 1),)), example_inputs, **options)
+        one = Mesh(tuple((axis, 1) for axis in grid.names))  # a given strategy names these axes
+        alone = compile(model, one, example_inputs, **options)
         want = run_virtual(alone, model, example_inputs, steps, make, options.get("seed", 0))
     else:
         want = run_eager(model, example_inputs, steps, make, options.get("loss"))

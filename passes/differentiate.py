@@ -33,7 +33,7 @@ class _Replay(fx.Interpreter):
         graph: fx.Graph = get_proxy_mode().tracer.graph
         before = len(graph.nodes)
         result = super().run_node(n)
-        record = info(n)
+        record = dataclasses.replace(info(n), origin=n.name)
         fresh = itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)
         for i, node in enumerate(fresh):
             set_info(node, record if i == 0 else dataclasses.replace(record, layouts=()))

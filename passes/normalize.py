@@ -287,19 +287,19 @@ def _mean_loss(splicer: Splicer, node: fx.Node) -> None:
     call = Call.of(node)
     if call["reduction"] != _MEAN:
         return
-    names = [n for n in call.arguments]
     values = dict(call.arguments)
+    operands = {n: v for n, v in values.items() if isinstance(v, fx.Node)}
     fn: Callable[..., Any] = node.target  # type: ignore[assignment]
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
 
-    def loss(**tensors: Tensor) -> Tensor:
-        full = {**values, **tensors, "reduction": 0}
-        schema = call.node.target._schema.arguments  # type: ignore[union-attr]
-        args = [full[n] for n, a in zip(names, schema, strict=True) if not a.kwarg_only]
-        kwargs = {n: full[n] for n, a in zip(names, schema, strict=True) if a.kwarg_only}
+    def loss(*tensors: Tensor) -> Tensor:
+        full = {**values, **dict(zip(operands, tensors, strict=True)), "reduction": 0}
+        args = [full[a.name] for a in schema if not a.kwarg_only]
+        kwargs = {a.name: full[a.name] for a in schema if a.kwarg_only}
         rows = fn(*args, **kwargs)
         return rows.sum() / max(rows.numel(), 1)
 
-    splicer.replace(node, loss, **{k: v for k, v in values.items() if isinstance(v, fx.Node)})
+    splicer.replace(node, loss, *operands.values())
 
 
 def _equal_split(splicer: Splicer, node: fx.Node) -> None:
@@ -330,6 +330,15 @@ def _view(splicer: Splicer, node: fx.Node) -> None:
 def _expand(splicer: Splicer, node: fx.Node) -> None:
     node.args = (node.args[0], list(node.meta["val"].shape))
     node.kwargs = {}
+
+
+def _copy(splicer: Splicer, node: fx.Node) -> None:
+    """Assignment to a slice, made functional; it has no derivative of its own."""
+
+    def spread(target: Tensor, source: Tensor) -> Tensor:
+        return source.to(target.dtype).expand(target.shape).clone()
+
+    splicer.replace(node, spread, *node.args[:2])
 
 
 def _repeat_interleave(splicer: Splicer, node: fx.Node) -> None:
@@ -377,7 +386,8 @@ _HANDLERS: dict[str, Handler] = {
             _mean_loss,
         ),
         ("split.Tensor split_with_sizes.default chunk.default", _equal_split),
-        ("view.default reshape.default _unsafe_view.default", _view),
+        ("view.default reshape.default _unsafe_view.default squeeze.default squeeze.dim squeeze.dims", _view),
+        ("copy.default", _copy),
         ("expand.default", _expand),
         ("repeat_interleave.self_int", _repeat_interleave),
     )

@@ -206,7 +206,11 @@ class _Lowering:
                     shape[d] = local[at]
                     at += 1
             mask = step(aten.reshape.default, inside, shape, like=torch.bool)
-        return self.graph.call_function(aten.mul.Tensor, (found, mask))
+        zero = self.graph.call_function(  # not a product: the row looked up may hold infinities
+            aten.zeros_like.default, (found,)
+        )
+        self.describe(zero, info(node).layouts[0], node)
+        return self.graph.call_function(aten.where.self, (mask, found, zero))
 
     def outputs(self, node: fx.Node) -> tuple[Any, ...]:
         results = node.args[0]

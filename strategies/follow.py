@@ -6,6 +6,7 @@ that passes insert after a strategy has chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,11 +28,13 @@ def cuttable(spec: Spec, factor: str, axis: str, choice: Mapping[str, str], mesh
     others = [o.split("+") for a, o in choice.items() if a != axis]
     if any(set(parts) & set(o) and parts != o for o in others):
         return False
-    for part in parts:
-        if part in spec.lookup:
-            taken = any(part in o for o in others)
-            if taken or 0 in chunk_sizes(spec.sizes[part], mesh.sizes[axis]):
-                return False
+    taken = any(part in o for o in others for part in parts)
+    if any(part in spec.lookup for part in parts) and (taken or len(parts) > 1):
+        return False
+    if any(part in spec.lookup or part in spec.nonempty for part in parts):
+        size = math.prod(spec.sizes[part] for part in parts)
+        ranks = math.prod(mesh.sizes[a] for a, o in choice.items() if a != axis and o == factor)
+        return 0 not in chunk_sizes(size, ranks * mesh.sizes[axis])
     return True
 
 
