@@ -17,7 +17,7 @@ from autopar.capture import (
     empty_like,
     skeleton,
 )
-from autopar.check import check_annotated, check_global, check_phases, check_spmd
+from autopar.check import check_annotated, check_global, check_spmd
 from autopar.compat import FakeTensorMode
 from autopar.compiled import Compiled, uneven_atoms
 from autopar.errors import PlanError, RuleError, VerificationError
@@ -32,6 +32,7 @@ from autopar.passes.normalize import Normalize
 from autopar.passes.shard import Shard
 from autopar.program import Phases, Program, call_text
 from autopar.rules import find
+from autopar.static import check_phases
 from autopar.strategies.data import Data
 from autopar.strategies.follow import Follow
 from autopar.strategies.tensor import Tensors
@@ -139,13 +140,17 @@ def _compile(
         coordinate = mesh.coordinate(rank)
         places = {compiled.signature(coordinate): coordinate}
     device = arguments.tensors[0].device.type
+    differentiate = Differentiate(device, gradients=grad)  # its traces serve all places
     for signature, coordinate in places.items():
-        compiled.phases[signature] = _lower(program, coordinate, options, grad, device)
+        compiled.phases[signature] = _lower(program, coordinate, options, differentiate)
     return compiled
 
 
 def _lower(
-    program: Program, coordinate: Mapping[str, int], options: Options, grad: bool, device: str
+    program: Program,
+    coordinate: Mapping[str, int],
+    options: Options,
+    differentiate: Differentiate,
 ) -> Phases:
     has_loss = any(o.is_loss for o in program.outputs)
     rows = ("dp",) if options.batch == "local" else ()
@@ -153,8 +158,8 @@ def _lower(
     check_spmd(lowered, "shard")
     lowered = Fuse().run(lowered)
     check_spmd(lowered, "fuse")
-    phases = Bucket().run(Differentiate(device, gradients=grad).run(lowered))
-    problems = check_phases(phases)
+    phases = Bucket().run(differentiate.run(lowered))
+    problems = check_phases(phases, [coordinate])
     if problems:
         raise VerificationError("The generated program is wrong:\n  " + "\n  ".join(problems))
     return phases

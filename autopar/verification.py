@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autopar.api import compile
 from autopar.capture import as_call, bind_arguments
-from autopar.check import check_phases, check_ranks
+from autopar.check import check_spmd
 from autopar.codegen import generate, load
-from autopar.collectives import collective_of, ops
 from autopar.compat import pytree
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
@@ -26,8 +25,9 @@ from autopar.program import Phases, State, info
 from autopar.runtime import Communicator, VirtualWorld
 from autopar.runtime.executor import Executor
 from autopar.runtime.pieces import assemble, piece
+from autopar.static import check_phases, check_ranks, count_collectives
 
-__all__ = ["Report", "mutations", "run_virtual", "verify"]
+__all__ = ["Report", "run_virtual", "static", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,13 @@ class Report:
     Args:
         rows: numeric comparisons with the single device.
         problems: findings of the static check.
+        checked: what the static check looked at.
     """
 
     title: str
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    checked: str = ""
 
     @property
     def ok(self) -> bool:
@@ -83,8 +85,11 @@ class Report:
             )  # fmt: skip
         console = Console(file=io.StringIO(), width=100)
         console.print(table)
+        if self.checked:
+            verdict = f"{len(self.problems)} problem(s)" if self.problems else "no problem"
+            console.print(f"static: {self.checked}: {verdict}", markup=False, highlight=False)
         for problem in self.problems:
-            console.print(f"static: {problem}", markup=False)
+            console.print(f"static: {problem}", markup=False, highlight=False)
         return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -128,7 +133,7 @@ def verify(
     grid = make_mesh(mesh)
     compiled = compile(model, grid, example_inputs, **options)
     report = Report(f"{compiled.title} on {grid}")
-    report.problems = static(compiled)
+    report.problems, report.checked = static(compiled), _checked(compiled)
     random = any(info(n).site >= 0 for n in compiled.annotated.graph.graph.nodes)
     make = _bound(optimizer, lr)
     if random:
@@ -147,11 +152,30 @@ def _bound(optimizer: MakeOptimizer, lr: float) -> Callable[[list[Tensor]], Any]
 
 
 def static(compiled: Compiled) -> list[str]:
-    """Problems found without running: between ranks, and in each distinct program."""
-    problems = check_ranks(compiled.phases, compiled.places())
-    for phases in compiled.phases.values():
-        problems += check_phases(phases)
-    return problems
+    """Problems found without running: in each distinct program, and between ranks."""
+    mesh = compiled.annotated.mesh
+    places: dict[Any, list[dict[str, int]]] = {}
+    for rank in range(mesh.size):
+        coordinate = mesh.coordinate(rank)
+        places.setdefault(compiled.signature(coordinate), []).append(coordinate)
+    problems = []
+    for key, phases in compiled.phases.items():
+        try:
+            check_spmd(phases.program, "lowering")
+        except VerificationError as error:
+            problems.append(str(error))
+        problems += check_phases(phases, places[key])
+    return problems + check_ranks(compiled.phases, mesh, compiled.signature)
+
+
+def _checked(compiled: Compiled) -> str:
+    programs = compiled.phases.values()
+    moving = sum(map(count_collectives, programs))
+    gradients = sum(len(p.gradients) for p in programs)
+    return (
+        f"{moving} collectives and {gradients} gradients of {len(programs)} distinct program(s) "
+        f"for {compiled.annotated.mesh.size} ranks"
+    )
 
 
 def tolerance(compiled: Compiled) -> float:
@@ -351,10 +375,13 @@ def compare(have: Trace, want: Trace, limit: float) -> list[Row]:
             one, two = getattr(have, what)[step], getattr(want, what)[step]
             floor = 1e-3 * max((_norm(t) for t in two.values() if t is not None), default=0.0)
             worst, name = 0.0, ""
-            for key, t in one.items():
+            missing = {k: None for k, t in two.items() if k not in one and what == "grads"}
+            for key, t in (one | missing).items():
                 error = _pair_error(t, two.get(key), floor)
                 if not error <= worst:
                     worst, name = error, key
+                if math.isnan(error):  # nothing compares above it
+                    break
             rows.append(Row(step, what, name, worst, limit))
     return rows
 
@@ -377,120 +404,6 @@ def _error(a: Tensor, b: Tensor, floor: float) -> float:
 
 
 # --- mutation ----------------------------------------------------------------------------------
-
-
-def mutations(compiled: Compiled) -> Iterator[tuple[str, Compiled]]:
-    """Every program in which one collective is dropped, doubled or sent over another axis."""
-    for key, phases in compiled.phases.items():
-        for phase in ("forward", "backward"):
-            gm = getattr(phases, phase)
-            for i, node in enumerate(gm.graph.nodes):
-                row = collective_of(node)
-                if row is None:
-                    continue
-                for label, change in _changes(node, compiled.annotated.mesh):
-                    mutant = _edited(gm, i, change)
-                    if mutant is None:
-                        continue
-                    altered = phases.replace(**{phase: mutant})
-                    yield (
-                        f"{phase} {node.name}: {label}",
-                        Compiled(
-                            compiled.annotated,
-                            compiled.title,
-                            compiled.atoms,
-                            {**compiled.phases, key: altered},
-                        ),
-                    )
-
-
-Change = Callable[[fx.Graph, fx.Node], bool]
-
-
-def _changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
-    found: list[tuple[str, Change]] = [("dropped", _drop)]
-    if node.target is ops.all_reduce.default:
-        found += [("doubled", _double), ("sum for max", _other_reduction)]
-    if node.target is ops.all_reduce_bucket.default:
-        found.append(("doubled", _double))
-    if node.target in (ops.all_reduce.default, ops.all_reduce_bucket.default):
-        for axis, size in mesh.axes:
-            if axis != node.args[1] and size > 1:
-                found.append((f"over {axis}", _over(axis)))
-    return found
-
-
-def _edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | None:
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    out = graph.graph_copy(gm.graph, mapping)
-    for before, after in mapping.items():
-        after.meta = dict(before.meta)
-    graph.output(out)
-    node = list(graph.nodes)[index]
-    if not change(graph, node):
-        return None
-    return fx.GraphModule(nn.Module(), graph)
-
-
-def _drop(graph: fx.Graph, node: fx.Node) -> bool:
-    """Leave the collective out; a resized operand is filled up or cut without communication."""
-    operand = node.args[0]
-    name = str(node.target).split(".")[1]
-    if isinstance(operand, (list, tuple)):
-        for user in list(node.users):
-            user.replace_all_uses_with(operand[user.args[1]])  # type: ignore[arg-type]
-            graph.erase_node(user)
-        graph.erase_node(node)
-        return True
-    assert isinstance(operand, fx.Node)
-    with graph.inserting_after(node):
-        if name in ("all_gather", "all_gather_replicated"):
-            args = node.args
-            new = graph.call_function(ops.pad.default, args)
-        elif name in ("reduce_scatter",):
-            new = graph.call_function(ops.cut.default, node.args)
-        elif name in ("pad", "shard", "cut", "all_to_all"):
-            return False
-        else:
-            node.replace_all_uses_with(operand)
-            graph.erase_node(node)
-            return True
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    graph.erase_node(node)
-    return True
-
-
-def _double(graph: fx.Graph, node: fx.Node) -> bool:
-    """Reduce twice: the value is multiplied by the size of the axis."""
-    if isinstance(node.args[0], (list, tuple)):
-        users = list(node.users)
-        with graph.inserting_after(max(users, key=lambda u: list(graph.nodes).index(u))):
-            again = graph.call_function(ops.all_reduce_bucket.default, (users, node.args[1]))
-        for i, user in enumerate(users):
-            with graph.inserting_after(again):
-                taken = graph.call_function(getitem, (again, i))
-            user.replace_all_uses_with(taken, delete_user_cb=lambda u: u is not again)
-        return True
-    with graph.inserting_after(node):
-        again = graph.call_function(node.target, (node, *node.args[1:]))  # type: ignore[arg-type]
-    again.meta = dict(node.meta)
-    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
-    return True
-
-
-def _other_reduction(graph: fx.Graph, node: fx.Node) -> bool:
-    node.args = (*node.args[:2], "max" if node.args[2] == "sum" else "sum")
-    return True
-
-
-def _over(axis: str) -> Change:
-    def change(graph: fx.Graph, node: fx.Node) -> bool:
-        node.args = (node.args[0], axis, *node.args[2:])
-        return True
-
-    return change
 
 
 def caught(

@@ -83,16 +83,16 @@ def _close(
     values = [chain[-1].args[0] for _, chain in members]
     with graph.inserting_after(last):
         anchor = last
-        for axis in axes:
+        for at, axis in enumerate(axes):
             graph.inserting_after(anchor)
             bucket = graph.call_function(ops.all_reduce_bucket.default, (values, axis))
             bucket.meta["val"] = [torch.empty_like(g.meta["val"]) for g, _ in members]
             anchor = bucket
             taken = []
-            for i, (grad, _) in enumerate(members):
+            for i, (_, chain) in enumerate(members):
                 graph.inserting_after(anchor)
                 anchor = graph.call_function(operator.getitem, (bucket, i))
-                anchor.meta = {"val": grad.meta["val"]}
+                anchor.meta = dict(chain[-1 - at].meta)
                 taken.append(anchor)
             values = taken  # type: ignore[assignment]
     for (grad, chain), value in zip(members, values, strict=True):

@@ -1,43 +1,29 @@
-"""Trace an SPMD program together with its gradient and part it into forward and backward."""
+"""Make forward and backward graphs of an SPMD program, call by call.
+
+Each distinct call (operation, shapes, what needs a gradient) is traced once together with its
+vector-Jacobian product; the graphs of all calls are then strung together, forward in order and
+backward in reverse. Repeated layers and uneven variants therefore cost only the stringing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.compat import FakeTensorMode, get_proxy_mode, make_fx
+from autopar.compat import FakeTensorMode, make_fx
 from autopar.errors import AutoparError
-from autopar.program import Phases, Program, call_text, info, set_info
+from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info
 
 __all__ = ["Differentiate"]
 
 aten = torch.ops.aten
 _TRANSPARENT = (aten.detach.default, aten.alias.default, torch.ops.autopar.vary.default)
-
-
-class _Replay(fx.Interpreter):
-    """Runs the SPMD graph under tracing and hands each node's record to what it becomes."""
-
-    current: fx.Node | None = None
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.current = n
-        if n.op != "call_function":
-            return super().run_node(n)
-        graph: fx.Graph = get_proxy_mode().tracer.graph
-        before = len(graph.nodes)
-        result = super().run_node(n)
-        record = dataclasses.replace(info(n), origin=n.name)
-        fresh = itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)
-        for i, node in enumerate(fresh):
-            set_info(node, record if i == 0 else dataclasses.replace(record, layouts=()))
-        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,136 +42,454 @@ class Differentiate:
     Args:
         device: device of the tensors at run time.
         gradients: false for a forward-only program.
+        traces: traces of calls, shared between the places of one compilation.
     """
 
     device: str = "cpu"
     gradients: bool = True
+    traces: _Traces = field(default_factory=lambda: _Traces())
     name: str = "differentiate"
 
     def run(self, program: Program) -> Phases:
         """Differentiate an SPMD program with respect to all states that require a gradient."""
-        gm = program.graph
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        wanted = [i for i, s in enumerate(program.states) if s.requires_grad and self.gradients]
+        wanted = [s for s in program.states if s.requires_grad and self.gradients]
         roots = _roots(program) if wanted else []
-        replay = _Replay(gm)
-
-        def joint(values: list[Tensor], tangents: list[Tensor]) -> tuple[list[Any], list[Any]]:
-            values = [v.detach() for v in values]
-            for i in wanted:
-                values[i].requires_grad_(True)
-            results = replay.run(*values)
-            tops = [results[i] for i in roots]
-            live = [(r, t) for r, t in zip(tops, tangents, strict=True) if r.requires_grad]
-            if not live:
-                return list(results), [None] * len(wanted)
-            grads = torch.autograd.grad(
-                [r for r, _ in live],
-                [values[i] for i in wanted],
-                [t for _, t in live],
-                allow_unused=True,
-            )
-            return list(results), list(grads)
-
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            fakes = [_fake(n, self.device) for n in placeholders]
-            out = gm.graph.output_node().args[0]
-            tangents = [_fake(out[i], self.device) for i in roots]  # type: ignore[index]
-        try:
-            with mode:
-                graph = make_fx(joint)(fakes, tangents).graph
-        except AutoparError:
-            raise
-        except Exception as error:
-            raise _trace_error(replay, error) from error
-        _clean(graph)
-        return _part(program, graph, len(placeholders), tuple(roots), wanted)
-
-
-def _fake(node: fx.Node, device: str) -> Tensor:
-    val = node.meta["val"]
-    return torch.empty(val.shape, dtype=val.dtype, device=device)
+        return _Stringing(program, self.device, self.traces, roots).run([s.node for s in wanted])
 
 
 def _roots(program: Program) -> list[int]:
     """Graph outputs that a gradient can come from: the loss, or every float output without one."""
     losses = [o.index for o in program.outputs if o.is_loss]
-    if losses:
-        return losses
-    out = program.graph.graph.output_node().args[0]
-    return sorted(
-        {
-            o.index
-            for o in program.outputs
-            if o.index >= 0 and out[o.index].meta.get("requires_grad")  # type: ignore
-        }
+    out: Any = program.graph.graph.output_node().args[0]
+    if not losses:
+        losses = sorted({o.index for o in program.outputs if o.index >= 0})
+    return [i for i in losses if out[i].meta.get("requires_grad")]
+
+
+# --- one call ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """The graph of one call: operands and cotangents -> results and gradients of the operands."""
+
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    results: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a trace is made of.
+
+    Args:
+        args, kwargs: arguments with operands as `_Ref`.
+        operands: fake operands.
+        grads: which of them need a gradient.
+        mask: results that have a cotangent.
+        cotangents: fake cotangents.
+    """
+
+    target: Any
+    args: Any
+    kwargs: Any
+    operands: tuple[Tensor, ...]
+    grads: tuple[bool, ...]
+    mask: tuple[int, ...]
+    cotangents: tuple[Tensor, ...]
+
+    def key(self) -> Any:
+        """Equal for requests with the same trace."""
+        looks = tuple(map(_look, self.operands)), tuple(map(_look, self.cotangents))
+        return (self.target, _frozen(self.args), _frozen(self.kwargs), looks, self.grads, self.mask)
+
+    def results(self, operands: list[Tensor]) -> list[Any]:
+        """Run the call."""
+        out = self.target(*_filled(self.args, operands), **_filled(self.kwargs, operands))
+        return [out] if isinstance(out, Tensor) else list(out)
+
+    def joint(self, operands: list[Tensor], cotangents: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        """Results, and gradients of the operands that need one."""
+        values = [
+            v.detach().requires_grad_(True) if g else v
+            for v, g in zip(operands, self.grads, strict=True)
+        ]
+        out = self.results(values)
+        wanted = [v for v, g in zip(values, self.grads, strict=True) if g]
+        roots = [out[i] for i in self.mask]
+        return out, list(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+
+
+@dataclass(slots=True)
+class _Traces:
+    """Traces and fake results of calls, by what decides them."""
+
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode())
+    table: dict[Any, _Trace] = field(default_factory=dict)
+    fakes: dict[Any, list[Any]] = field(default_factory=dict)
+
+    def request(self, node: fx.Node, operands: list[Tensor]) -> _Request:
+        """The call at `node` on fake operands, nothing differentiated."""
+        index = {n: i for i, n in enumerate(node.all_input_nodes)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
+        none = (False,) * len(operands)
+        return _Request(node.target, args, kwargs, tuple(operands), none, (), ())
+
+    def results(self, request: _Request) -> list[Any]:
+        """Fake results of a call."""
+        key = request.key()
+        if key not in self.fakes:
+            with self.mode, torch.no_grad():
+                self.fakes[key] = request.results(list(request.operands))
+        return self.fakes[key]
+
+    def prepare(self, requests: Iterable[_Request]) -> None:
+        """Trace what is not yet traced, all in one go: starting a trace costs as much as a call."""
+        new = {key: r for r in requests if (key := r.key()) not in self.table}
+        if not new:
+            return
+
+        def run(values: list[list[Tensor]]) -> list[Any]:
+            return [
+                r.joint(v[: len(r.operands)], v[len(r.operands) :])
+                for r, v in zip(new.values(), values, strict=True)
+            ]
+
+        with self.mode:
+            values = [[_fake(v) for v in (*r.operands, *r.cotangents)] for r in new.values()]
+            graph = make_fx(run)(values).graph
+        _clean(graph)
+        placeholders = iter([n for n in graph.nodes if n.op == "placeholder"])
+        out = iter(graph.output_node().args[0])  # type: ignore[arg-type]
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        for key, r in new.items():
+            inputs = [next(placeholders) for _ in r.operands]
+            tangents = [next(placeholders) for _ in r.cotangents]
+            results = [next(out) for _ in range(self.count(r))]
+            gradients = [next(out) for g in r.grads if g]
+            self.table[key] = _parted(inputs, tangents, results, gradients, order)
+
+    def count(self, request: _Request) -> int:
+        """Number of results of a call."""
+        none = (False,) * len(request.grads)
+        bare = dataclasses.replace(request, grads=none, mask=(), cotangents=())
+        return len(self.results(bare))
+
+    def of(self, request: _Request) -> _Trace:
+        """The trace of a request."""
+        self.prepare([request])
+        return self.table[request.key()]
+
+
+def _parted(
+    inputs: list[fx.Node], tangents: list[fx.Node], results: list[Any], gradients: list[Any],
+    order: dict[fx.Node, int],
+) -> _Trace:  # fmt: skip
+    """Part a joint trace: forward is what the results need, backward the rest."""
+    forward = _ancestors(r for r in results if isinstance(r, fx.Node))
+    every = forward | _ancestors(g for g in gradients if isinstance(g, fx.Node))
+    forward |= {n for n in every if n.target is operator.getitem and n.args[0] in forward}
+    calls = sorted((n for n in every if n.op == "call_function"), key=lambda n: order[n])
+    return _Trace(
+        tuple(inputs),
+        tuple(tangents),
+        tuple(n for n in calls if n in forward),
+        tuple(n for n in calls if n not in forward),
+        tuple(results),
+        tuple(gradients),
     )
 
 
-def _trace_error(replay: _Replay, error: Exception) -> AutoparError:
-    return AutoparError(
-        f"The local program could not be traced: {type(error).__name__}: "
-        f"{str(error).splitlines()[0] if str(error) else ''}",
-        where=call_text(replay.current) if replay.current else "",
-        hint="the rule of this operation may be wrong for these shapes; please report it",
-    )
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """Stands for an operand in frozen arguments."""
+
+    index: int
+
+
+def _filled(value: Any, values: list[Tensor]) -> Any:
+    if isinstance(value, _Ref):
+        return values[value.index]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_filled(v, values) for v in value)
+    if isinstance(value, dict):
+        return {k: _filled(v, values) for k, v in value.items()}
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return (type(value).__name__, value)
+
+
+def _look(val: Tensor) -> Any:
+    return (tuple(val.shape), val.stride(), val.dtype, val.device)
+
+
+def _fake(val: Tensor) -> Tensor:
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
 
 
 def _clean(graph: fx.Graph) -> None:
-    """Drop what does nothing at run time."""
+    """Drop what does nothing at run time; views may copy, as strides may differ from the traced."""
     for node in list(graph.nodes):
         if node.target in _TRANSPARENT:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
     graph.eliminate_dead_code()
 
 
-def _part(
-    program: Program, graph: fx.Graph, n_inputs: int, roots: tuple[int, ...], wanted: list[int]
-) -> Phases:
-    nodes = list(graph.nodes)
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    flat = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    results, grads = _unnest(flat, len(wanted))
-    names = [s.node for s in program.states] + [i.node for i in program.inputs]
-    for node, name in zip(placeholders, names, strict=False):
-        node._rename(name)
-    tangents = placeholders[n_inputs:]
-    forward: set[fx.Node] = set()
-    stack = [r for r in results if isinstance(r, fx.Node)]
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in forward:
-            forward.add(node)
+        if node not in seen:
+            seen.add(node)
             stack.extend(node.all_input_nodes)
-    forward |= set(placeholders[:n_inputs])
-    forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
-    rest = [n for n in nodes if n.op == "call_function" and n not in forward]
-    saved: dict[fx.Node, None] = {}
-    for node in [*rest, *(g for g in grads if isinstance(g, fx.Node))]:
-        operands = node.all_input_nodes if node in rest else [node]
-        for operand in operands:
-            if operand in forward:
-                saved[operand] = None
-    saved_list = list(saved)
-    fw = _extract(nodes, forward, placeholders[:n_inputs], [*results, *saved_list])
-    bw = _extract(nodes, set(rest), [*saved_list, *tangents], grads)
-    return Phases(
-        program,
-        fw,
-        bw,
-        n_results=len(results),
-        roots=roots,
-        gradients=tuple(program.states[i].name for i in wanted),
-    )
+    return seen
 
 
-def _unnest(flat: Any, n_grads: int) -> tuple[list[Any], list[Any]]:
-    if len(flat) == 2 and isinstance(flat[0], (list, tuple)):
-        return list(flat[0]), list(flat[1])
-    n = len(flat) - n_grads
-    return list(flat[:n]), list(flat[n:])
+# --- all calls ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A differentiated call between its forward and its backward part."""
+
+    node: fx.Node
+    request: _Request
+    trace: _Trace
+    mapping: dict[fx.Node, fx.Node]
+
+
+class _Stringing:
+    """Strings the traces of all calls together into one joint graph and parts it."""
+
+    def __init__(self, program: Program, device: str, traces: _Traces, roots: list[int]) -> None:
+        self.program, self.device, self.traces, self.roots = program, device, traces, roots
+        self.graph = fx.Graph()
+        self.fakes: dict[fx.Node, Any] = {}  # SPMD node -> fake value, or list of them
+        self.value: dict[fx.Node, Any] = {}  # SPMD node -> joint node, or tuple of them
+        self.cotangents: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+        self.pending: list[_Pending] = []
+
+    def run(self, wanted: list[str]) -> Phases:
+        """Joint graph, then parted; `wanted` are the placeholders to differentiate."""
+        gm = self.program.graph
+        out: Any = gm.graph.output_node().args[0]
+        requests = self.requests(self.reach([out[i] for i in self.roots]))
+        self.traces.prepare(requests.values())
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                self.value[node] = self.graph.placeholder(node.name)
+                self.value[node].meta = {**node.meta, "val": self.fakes[node]}
+            elif node in requests:
+                self.forward(node, requests[node])
+            elif node.op == "call_function":
+                self.plain(node)
+        results = [self.value[r] for r in out]
+        tangents = self.tangents([out[i] for i in self.roots], results)
+        for pending in reversed(self.pending):
+            self.backward(pending)
+        by_name = self.program.placeholders()
+        gradients = [self.total((by_name[name], 0)) for name in wanted]
+        return self.part(results, tangents, gradients, wanted)
+
+    def requests(self, reach: set[tuple[fx.Node, int]]) -> dict[fx.Node, _Request]:
+        """Fake values of all nodes, and what must be traced for each differentiated call."""
+        found = {}
+        for node in self.program.graph.graph.nodes:
+            if node.op == "placeholder":
+                val = node.meta["val"]
+                with self.traces.mode:
+                    self.fakes[node] = torch.empty(val.shape, dtype=val.dtype, device=self.device)
+            elif node.target is operator.getitem:
+                self.fakes[node] = self.fakes[node.args[0]][node.args[1]]
+            elif node.op == "call_function":
+                operands = list(node.all_input_nodes)
+                request = self.traces.request(node, [self.fakes[n] for n in operands])
+                results = self.results(node, request)
+                many = not isinstance(node.meta["val"], Tensor)
+                self.fakes[node] = results if many else results[0]
+                mask = tuple(i for i in range(len(results)) if (node, i) in reach)
+                grads = tuple(bool(n.meta.get("requires_grad")) for n in operands)
+                if mask and any(grads):
+                    with self.traces.mode:
+                        seeds = tuple(
+                            torch.empty(t.shape, dtype=t.dtype, device=t.device)
+                            for t in (results[i] for i in mask)
+                        )
+                    found[node] = dataclasses.replace(
+                        request, grads=grads, mask=mask, cotangents=seeds
+                    )
+        return found
+
+    def results(self, node: fx.Node, request: _Request) -> list[Any]:
+        """Fake results of a call; an error names the call."""
+        try:
+            return self.traces.results(request)
+        except Exception as error:
+            raise AutoparError(
+                f"The local program could not be traced: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}",
+                where=call_text(node),
+                hint="the rule of this operation may be wrong for these shapes; please report it",
+            ) from error
+
+    def reach(self, roots: list[fx.Node]) -> set[tuple[fx.Node, int]]:
+        """(call, result) pairs whose gradient the roots ask for."""
+        found: set[tuple[fx.Node, int]] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            key = _source(node)
+            if key not in found and node.meta.get("requires_grad", False):
+                found.add(key)
+                stack.extend(key[0].all_input_nodes)
+        return found
+
+    def plain(self, node: fx.Node) -> None:
+        """Append a call without gradient as it is."""
+        if node.target is operator.getitem and isinstance(self.value[node.args[0]], tuple):
+            self.value[node] = self.value[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif node.target in _TRANSPARENT:
+            self.value[node] = self.value[node.args[0]]  # type: ignore[index]
+        else:
+            new = self.graph.node_copy(node, lambda n: self.value[n])
+            new.meta = {"val": self.fakes[node]}
+            set_info(new, dataclasses.replace(info(node), origin=node.name))
+            self.value[node] = new
+
+    def forward(self, node: fx.Node, request: _Request) -> None:
+        """Append the forward part of a differentiated call."""
+        trace = self.traces.of(request)
+        joint = [self.value[n] for n in node.all_input_nodes]
+        mapping = dict(zip(trace.inputs, joint, strict=True))
+        record = dataclasses.replace(info(node), origin=node.name)
+        self.copy(trace.forward, mapping, dataclasses.replace(record, layouts=()))
+        values = tuple(mapping[r] if isinstance(r, fx.Node) else r for r in trace.results)
+        for value in values:
+            if isinstance(value, fx.Node) and value not in joint:  # else an operand as it came
+                set_info(value, record)
+        self.value[node] = values if isinstance(self.fakes[node], list) else values[0]
+        self.pending.append(_Pending(node, request, trace, mapping))
+
+    def copy(
+        self, nodes: Iterable[fx.Node], mapping: dict[fx.Node, fx.Node], record: NodeInfo
+    ) -> None:
+        """Append the nodes of a trace."""
+        for inner in nodes:
+            new = self.graph.node_copy(inner, lambda n: mapping[n])
+            new.meta = {"val": inner.meta.get("val")}
+            set_info(new, record)
+            mapping[inner] = new
+
+    def tangents(self, roots: list[fx.Node], results: list[Any]) -> list[fx.Node]:
+        """A placeholder for the gradient of each root."""
+        first = next(iter(self.graph.nodes))
+        made = []
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1] if roots else first
+        for i, root in enumerate(roots):
+            with self.graph.inserting_after(last):
+                last = self.graph.placeholder(f"tangent_{i}")
+            value = results[self.roots[i]]
+            last.meta["val"] = value.meta["val"]
+            self.cotangents.setdefault(_source(root), []).append(last)
+            made.append(last)
+        return made
+
+    def backward(self, pending: _Pending) -> None:
+        """Append the backward part of a call."""
+        node, request, trace, mapping = (
+            pending.node, pending.request, pending.trace, pending.mapping,
+        )  # fmt: skip
+        given = [self.total((node, i)) for i in request.mask]
+        if not any(given):
+            return
+        cotangents = [  # a result whose users pass no gradient on has a zero one
+            c if c is not None else self.zeros(trace.results[i])
+            for i, c in zip(request.mask, given, strict=True)
+        ]
+        seeds = tuple(c.meta["val"] for c in cotangents)
+        found = self.traces.of(dataclasses.replace(request, cotangents=seeds))
+        if found is not trace:  # the same forward part, other strides in the backward part
+            same = zip((*found.inputs, *found.forward), (*trace.inputs, *trace.forward), strict=True)
+            mapping.update([(new, mapping[old]) for new, old in same])
+        mapping.update(zip(found.tangents, cotangents, strict=True))
+        record = dataclasses.replace(info(node), origin=node.name, layouts=())
+        self.copy(found.backward, mapping, record)
+        operands = node.all_input_nodes
+        wanted = [n for n, g in zip(operands, request.grads, strict=True) if g]
+        for operand, gradient in zip(wanted, found.gradients, strict=True):
+            if isinstance(gradient, fx.Node):
+                self.cotangents.setdefault(_source(operand), []).append(mapping[gradient])
+
+    def zeros(self, like: fx.Node) -> fx.Node:
+        val = like.meta["val"]
+        new = self.graph.call_function(
+            aten.zeros.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device}
+        )
+        new.meta["val"] = val
+        return new
+
+    def total(self, key: tuple[fx.Node, int]) -> fx.Node | None:
+        """The sum of all cotangents of a value."""
+        parts = self.cotangents.get(key, [])
+        if not parts:
+            return None
+        total = parts[0]
+        for part in parts[1:]:
+            a, b = total.meta["val"], part.meta["val"]
+            total = self.graph.call_function(aten.add.Tensor, (total, part))
+            with self.traces.mode:
+                total.meta["val"] = _fake(a) + _fake(b)
+            set_info(total, NodeInfo(origin=key[0].name))
+        self.cotangents[key] = [total]
+        return total
+
+    def part(
+        self, results: list[Any], tangents: list[fx.Node], gradients: list[Any], wanted: list[str]
+    ) -> Phases:
+        """Forward graph with saved values, backward graph on them."""
+        nodes = list(self.graph.nodes)
+        calls = [n for n in nodes if n.op == "call_function"]
+        needed = _ancestors([*results, *(g for g in gradients if g is not None)])
+        forward = _ancestors(results)
+        forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
+        inputs = [n for n in nodes if n.op == "placeholder" and n not in tangents]
+        forward |= set(inputs)
+        saved: dict[fx.Node, None] = {}
+        rest = [n for n in calls if n not in forward and n in needed]
+        for node in rest:
+            saved.update((n, None) for n in node.all_input_nodes if n in forward)
+        saved.update((g, None) for g in gradients if g is not None and g in forward)
+        fw = _extract(nodes, forward, inputs, [*results, *saved])
+        bw = _extract(nodes, set(rest), [*saved, *tangents], gradients)
+        names = {s.node: s.name for s in self.program.states}
+        return Phases(
+            self.program,
+            fw,
+            bw,
+            n_results=len(results),
+            roots=tuple(self.roots),
+            gradients=tuple(names[w] for w in wanted),
+        )
+
+
+def _source(node: fx.Node) -> tuple[fx.Node, int]:
+    """The call that makes a value, and which of its results it is."""
+    if node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
 
 
 def _extract(
@@ -202,9 +506,5 @@ def _extract(
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
             mapping[node].meta = dict(node.meta)
     graph.output(tuple(mapping[o] if isinstance(o, fx.Node) else None for o in outputs))
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
+    graph.eliminate_dead_code()
     return fx.GraphModule(nn.Module(), graph)
-
-

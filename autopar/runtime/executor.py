@@ -45,6 +45,7 @@ class Executor:
             values: local states, then local inputs.
             leaves: the differentiated parameters, in the order `backward` returns gradients.
         """
+        values = [v.contiguous() for v in values]  # graphs are traced for contiguous operands
         if self.backward is None or not torch.is_grad_enabled():
             with torch.no_grad():
                 results, _ = self.forward(self.comm, self.device, values)
@@ -78,7 +79,7 @@ class _Step(torch.autograd.Function):
             )
         saved, ctx.saved = ctx.saved, None
         tangents = [
-            torch.zeros_like(like) if grads[i] is None else grads[i]
+            torch.zeros_like(like) if (g := grads[i]) is None else g.contiguous()
             for i, like in zip(executor.roots, ctx.like, strict=True)
         ]
         assert executor.backward is not None, "only training programs are differentiated"

@@ -1,0 +1,452 @@
+"""Wrong programs made from a right one, one mistake each, to prove that verification finds them.
+
+The mistakes follow the kinds of silent errors of parallel training that TrainVerify (SOSP 2025)
+seeds and those that a compiler like this one can make: a collective missing, doubled, late, of the
+wrong kind, over the wrong axis or by one rank only; a wrong piece, order or scale; a gradient left
+out, exchanged, not reduced or reduced over an axis too many; the wrong adjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.collectives import collective_of, ops
+from autopar.compiled import Compiled
+from autopar.layout import Mesh
+from autopar.passes.bucket import Bucket
+from autopar.passes.differentiate import Differentiate
+from autopar.program import Phases, info
+
+__all__ = ["Mutant", "mutants"]
+
+aten = torch.ops.aten
+Change = Callable[[fx.Graph, fx.Node], bool]
+"""Edits a graph at a node; false where the mistake cannot be made there."""
+
+_CUTS = ("shard", "cut", "reduce_scatter")
+_GATHERS = ("all_gather", "all_gather_replicated")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One mistake.
+
+    Args:
+        where: phase ('spmd', 'forward' or 'backward') and node.
+        kind: the mistake, in words.
+        build: makes the wrong program; a compiler error counts as caught.
+    """
+
+    where: str
+    kind: str
+    build: Callable[[], Compiled]
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind}"
+
+
+@dataclass(slots=True)
+class _Apart(Compiled):
+    """A step in which one rank runs a program of its own."""
+
+    odd: int = -1
+
+    def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        usual = Compiled.signature(self, coordinate)
+        return (*usual, -1) if self.annotated.mesh.rank(coordinate) == self.odd else usual
+
+
+def mutants(compiled: Compiled) -> Iterator[Mutant]:
+    """Every program with one mistake, in the program of all ranks that share it or of one rank."""
+    mesh = compiled.annotated.mesh
+    for key, phases in compiled.phases.items():
+        for phase in ("forward", "backward"):
+            gm = getattr(phases, phase)
+            for i, node in enumerate(gm.graph.nodes):
+                where = f"{phase} {node.name}"
+                if node.target is ops.shift.default and not _shifts(compiled, key, node):
+                    continue
+                for kind, change in _changes(node, mesh):
+                    mutant = _edited(gm, i, change)
+                    if mutant is None:
+                        continue
+                    wrong = phases.replace(**{phase: mutant})
+                    yield Mutant(where, kind, _fixed(_with(compiled, key, wrong)))
+                    if kind in ("left out", "doubled") or kind.startswith("over"):
+                        apart = _one_rank(compiled, key, wrong)
+                        if apart is not None:
+                            yield Mutant(where, f"{kind} by one rank", _fixed(apart))
+        gm = phases.program.graph
+        for i, node in enumerate(gm.graph.nodes):
+            for kind, change in _typed_changes(node, mesh):
+                mutant = _edited(gm, i, change)
+                if mutant is not None:
+                    wrong = phases.replace(program=phases.program.replace(graph=mutant))
+                    build = _again(compiled, key, wrong)
+                    yield Mutant(f"spmd {node.name}", kind, build)
+
+
+def _with(compiled: Compiled, key: Any, phases: Phases) -> Compiled:
+    programs = {**compiled.phases, key: phases}
+    return Compiled(compiled.annotated, compiled.title, compiled.atoms, programs)
+
+
+def _one_rank(compiled: Compiled, key: Any, phases: Phases) -> Compiled | None:
+    """The step in which only the last of the ranks that share a program makes the mistake."""
+    mesh = compiled.annotated.mesh
+    ranks = [r for r in range(mesh.size) if compiled.signature(mesh.coordinate(r)) == key]
+    if len(ranks) < 2:
+        return None
+    programs = {**compiled.phases, (*key, -1): phases}
+    return _Apart(compiled.annotated, compiled.title, compiled.atoms, programs, ranks[-1])
+
+
+def _shifts(compiled: Compiled, key: Any, node: fx.Node) -> bool:
+    """Whether any rank of a program holds a piece that does not start at 0."""
+    mesh = compiled.annotated.mesh
+    axis, sizes = str(node.args[1]), list(node.args[2])  # type: ignore[arg-type]
+    here = [mesh.coordinate(r) for r in range(mesh.size)]
+    return any(sum(sizes[: c[axis]]) for c in here if compiled.signature(c) == key)
+
+
+def _fixed(compiled: Compiled) -> Callable[[], Compiled]:
+    return lambda: compiled
+
+
+def _again(compiled: Compiled, key: Any, wrong: Phases) -> Callable[[], Compiled]:
+    """Differentiate a lowered graph with a mistake in it."""
+
+    def build() -> Compiled:
+        grad = bool(wrong.gradients)
+        return _with(
+            compiled, key, Bucket().run(Differentiate(gradients=grad).run(wrong.program))
+        )
+
+    return build
+
+
+def _edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | None:
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    out = graph.graph_copy(gm.graph, mapping)
+    for before, after in mapping.items():
+        after.meta = dict(before.meta)
+    graph.output(out)
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    if not change(graph, list(graph.nodes)[index]):
+        return None
+    graph.lint()
+    return fx.GraphModule(nn.Module(), graph)
+
+
+# --- mistakes in the generated phases ----------------------------------------------------------
+
+
+def _changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
+    """(kind, change) of the mistakes that can be made at `node`."""
+    if node.op != "call_function":
+        return []
+    if node.target is ops.shift.default:
+        return [("shift of the indices left out", _skip)]
+    if node.target is aten.where.self and _is_zeros(node.args[2]):
+        return [("mask of a lookup left out", _second)]
+    if node.target in (ops.uniform.default, ops.keep_mask.default):
+        return [("random numbers of another site", _other_site)]
+    row = collective_of(node)
+    if row is None or mesh.sizes[str(node.args[1])] == 1:
+        return []
+    size = mesh.sizes[str(node.args[1])]
+    found: list[tuple[str, Change]] = []
+    if row.name == "all_reduce":
+        found += [("left out", _skip), ("doubled", _double), ("mean for sum", _scaled(1 / size))]
+        found += [(f"{op} for {node.args[2]}", _argument(2, op)) for op in ("sum", "max", "min")
+                  if op != node.args[2]]  # fmt: skip
+        found.append(("late", _late))
+    if row.name == "all_reduce_bucket":
+        found += [("left out", _unbucket), ("doubled", _double_bucket)]
+        found += [(f"member {i} left out", _without(i)) for i in range(len(node.args[0]))]
+        found.append(("two members exchanged", _exchanged))
+        found.append(("mean for sum", _scaled_member(1 / size)))
+    if row.name in _GATHERS:
+        found += [("padded without communication", _as(ops.pad.default))]
+        found += [("own piece in every place", _repeated), ("pieces rotated", _turned)]
+    if row.name == "reduce_scatter":
+        found += [("cut without reduction", _as(ops.cut.default))]
+        found += [("mean for sum", _scaled(1 / size)), ("wrong piece", _turned_operand)]
+    if row.name in ("shard", "cut"):
+        found.append(("wrong piece", _turned_operand))
+    if row.name in _CUTS and len(set(node.args[4])) > 1:  # type: ignore[arg-type]
+        found.append(("rotated sizes", _rolled_sizes))
+    if row.name == "pad":
+        found.append(("wrong place", _turned))
+    if row.name == "all_to_all":
+        found += [("without communication", _local_exchange), ("pieces rotated", _turned)]
+    if row.factor:
+        for axis, k in mesh.axes:
+            if axis != node.args[1] and k > 1:
+                found.append((f"over {axis}", _argument(1, axis)))
+    return found
+
+
+def _is_zeros(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.target is aten.zeros_like.default
+
+
+def _put(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    """A new call with the record of `like`, as a pass that makes the mistake would write it."""
+    new = graph.call_function(target, args)
+    new.meta = dict(like.meta)
+    return new
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> bool:
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    graph.erase_node(node)
+    return True
+
+
+def _skip(graph: fx.Graph, node: fx.Node) -> bool:
+    return _replace(graph, node, node.args[0])  # type: ignore[arg-type]
+
+
+def _second(graph: fx.Graph, node: fx.Node) -> bool:
+    return _replace(graph, node, node.args[1])  # type: ignore[arg-type]
+
+
+def _other_site(graph: fx.Graph, node: fx.Node) -> bool:
+    node.args = (*node.args[:2], node.args[2] + 1000, *node.args[3:])  # type: ignore[operator]
+    return True
+
+
+def _argument(at: int, value: Any) -> Change:
+    def change(graph: fx.Graph, node: fx.Node) -> bool:
+        node.args = (*node.args[:at], value, *node.args[at + 1 :])
+        return True
+
+    return change
+
+
+def _as(target: Any) -> Change:
+    """Another operator with the same arguments."""
+
+    def change(graph: fx.Graph, node: fx.Node) -> bool:
+        node.target = target
+        return True
+
+    return change
+
+
+def _double(graph: fx.Graph, node: fx.Node) -> bool:
+    with graph.inserting_after(node):
+        again = _put(graph, node.target, (node, *node.args[1:]), node)
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+    return True
+
+
+def _scaled(factor: float) -> Change:
+    def change(graph: fx.Graph, node: fx.Node) -> bool:
+        if not node.meta["val"].dtype.is_floating_point:
+            return False
+        with graph.inserting_after(node):
+            new = _put(graph, aten.mul.Scalar, (node, factor), node)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        return True
+
+    return change
+
+
+_LINEAR = (
+    aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten.permute, aten.neg,
+    aten.clone, aten.expand, aten.unsqueeze, aten.squeeze, aten.select, aten.slice, aten._to_copy,
+)  # fmt: skip
+
+
+def _late(graph: fx.Graph, node: fx.Node) -> bool:
+    """Reduce the result of the next call in place of its operand; linear calls would not mind."""
+    for user in node.users:
+        val = user.meta.get("val")
+        same = isinstance(val, torch.Tensor) and val.shape == node.meta["val"].shape
+        linear = getattr(user.target, "overloadpacket", None) in _LINEAR
+        if user.op != "call_function" or not same or linear or collective_of(user) is not None:
+            continue
+        if user.target in (aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor):
+            others = [a for a in user.all_input_nodes if a is not node]
+            if not others or user.args[0] is node:  # a factor, the same on all ranks or not
+                continue
+        user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
+        with graph.inserting_after(user):
+            new = _put(graph, node.target, (user, *node.args[1:]), user)
+        user.replace_all_uses_with(new, delete_user_cb=lambda u, new=new: u is not new)
+        if not node.users:
+            graph.erase_node(node)
+        return True
+    return False
+
+
+def _turned(graph: fx.Graph, node: fx.Node) -> bool:
+    """The cut dim of the result turned by one piece (or by half, where the piece is whole)."""
+    dim, outer, sizes = node.args[2:5]
+    length = sum(sizes)  # type: ignore[arg-type]
+    if node.target is ops.all_to_all.default and outer != 1:
+        return False
+    shape = list(node.meta["val"].shape)
+    wide = [*shape[:dim], outer, length, *shape[dim + 1 :]]  # type: ignore[index]
+    with graph.inserting_after(node):
+        new = _put(graph, aten.reshape.default, (node, wide), node)
+    first = new
+    with graph.inserting_after(first):
+        turned = _put(graph, aten.roll.default, (first, [sizes[0]], [dim + 1]), node)  # type: ignore
+    with graph.inserting_after(turned):
+        new = _put(graph, aten.reshape.default, (turned, shape), node)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not first)
+    return True
+
+
+def _turned_operand(graph: fx.Graph, node: fx.Node) -> bool:
+    """Take the piece of the next rank (of equal pieces), else one shifted by an element."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    dim, outer, sizes = node.args[2:5]
+    shape = list(operand.meta["val"].shape)
+    wide = [*shape[:dim], outer, sum(sizes), *shape[dim + 1 :]]  # type: ignore
+    with graph.inserting_before(node):
+        new = _put(graph, aten.reshape.default, (operand, wide), operand)
+        new = _put(graph, aten.roll.default, (new, [sizes[0]], [dim + 1]), operand)  # type: ignore
+        new = _put(graph, aten.reshape.default, (new, shape), operand)
+    node.args = (new, *node.args[1:])
+    return True
+
+
+def _rolled_sizes(graph: fx.Graph, node: fx.Node) -> bool:
+    sizes = list(node.args[4])  # type: ignore[arg-type]
+    node.args = (*node.args[:4], sizes[-1:] + sizes[:-1], *node.args[5:])
+    return True
+
+
+def _repeated(graph: fx.Graph, node: fx.Node) -> bool:
+    """Every rank puts its own piece in the place of each."""
+    dim, outer, sizes = node.args[2:5]
+    if outer != 1 or len(set(sizes)) > 1:  # type: ignore[arg-type]
+        return False
+    with graph.inserting_after(node):
+        new = _put(graph, aten.cat.default, ([node.args[0]] * len(sizes), dim), node)  # type: ignore
+    return _replace(graph, node, new)
+
+
+def _local_exchange(graph: fx.Graph, node: fx.Node) -> bool:
+    """Pad and cut in place of an all-to-all."""
+    axis, dim, outer, sizes = node.args[1:5]
+    to = node.args[6:10]
+    with graph.inserting_after(node):
+        whole = _put(graph, ops.pad.default, (node.args[0], axis, dim, outer, sizes), node)
+    with graph.inserting_after(whole):
+        new = _put(graph, ops.cut.default, (whole, axis, *to), node)
+    return _replace(graph, node, new)
+
+
+# --- mistakes in buckets -----------------------------------------------------------------------
+
+
+def _members(node: fx.Node) -> list[fx.Node]:
+    """getitem users in order of the members they take."""
+    return sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type,return-value]
+
+
+def _unbucket(graph: fx.Graph, node: fx.Node) -> bool:
+    for user in list(node.users):
+        _replace(graph, user, node.args[0][user.args[1]])  # type: ignore
+    graph.erase_node(node)
+    return True
+
+
+def _without(i: int) -> Change:
+    def change(graph: fx.Graph, node: fx.Node) -> bool:
+        operands = list(node.args[0])  # type: ignore[arg-type]
+        for user in _members(node):
+            if user.args[1] == i:
+                _replace(graph, user, operands[i])
+            elif user.args[1] > i:  # type: ignore[operator]
+                user.args = (node, user.args[1] - 1)  # type: ignore[operator]
+        del operands[i]
+        node.args = (operands, *node.args[1:])
+        node.meta["val"] = [v for j, v in enumerate(node.meta["val"]) if j != i]
+        if not operands:
+            graph.erase_node(node)
+        return True
+
+    return change
+
+
+def _exchanged(graph: fx.Graph, node: fx.Node) -> bool:
+    """Give two gradients of one shape each other's values."""
+    users = _members(node)
+    for i, a in enumerate(users):
+        for b in users[i + 1 :]:
+            if a.meta["val"].shape == b.meta["val"].shape:
+                a.args, b.args = b.args, a.args
+                return True
+    return False
+
+
+def _scaled_member(factor: float) -> Change:
+    def change(graph: fx.Graph, node: fx.Node) -> bool:
+        return _scaled(factor)(graph, _members(node)[0])
+
+    return change
+
+
+def _double_bucket(graph: fx.Graph, node: fx.Node) -> bool:
+    """Reduce all members twice: each is multiplied by the size of the axis."""
+    users = _members(node)
+    with graph.inserting_after(node):
+        again = _put(graph, node.target, (users, node.args[1]), node)
+    anchor = again
+    for user in users:
+        with graph.inserting_after(anchor):
+            anchor = taken = _put(graph, getitem, (again, user.args[1]), user)
+        user.replace_all_uses_with(taken, delete_user_cb=lambda u: u is not again)
+        again.prepend(user)
+    return True
+
+
+# --- mistakes in the lowered graph, which its gradient then repeats ----------------------------
+
+
+def _typed_changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
+    row = collective_of(node) if node.op == "call_function" else None
+    if row is None:
+        return []
+    found: list[tuple[str, Change]] = []
+    grad = bool(node.meta.get("requires_grad", False))
+    if row.name == "vary":
+        found += [("missing: gradient not reduced", _skip), ("doubled", _double)]
+    if row.name == "all_reduce":
+        found += [("left out", _skip), ("doubled", _double)]
+    if grad and row.name == "all_gather":
+        found.append(("adjoint of a replicated gather", _as(ops.all_gather_replicated.default)))
+    if grad and row.name == "all_gather_replicated":
+        found.append(("adjoint of a varying gather", _as(ops.all_gather.default)))
+    if grad and row.name == "shard":
+        found.append(("adjoint of a varying cut", _as(ops.cut.default)))
+    if grad and row.name == "cut":
+        found.append(("adjoint of a replicated cut", _as(ops.shard.default)))
+    if row.name == "reduce_scatter":
+        found.append(("cut without reduction", _as(ops.cut.default)))
+    if grad and row.name in ("all_reduce", *_GATHERS) and info(node).layouts:
+        axis = str(node.args[1])
+        if info(node).layouts[0].kind(axis) == "R":
+            found.append(("gradient reduced once too often", _also_vary))
+    return found
+
+
+def _also_vary(graph: fx.Graph, node: fx.Node) -> bool:
+    with graph.inserting_after(node):
+        new = _put(graph, ops.vary.default, (node, node.args[1]), node)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return True

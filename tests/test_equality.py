@@ -1,0 +1,205 @@
+"""The parallel program equals one device: losses, gradients, buffers, parameters after 3 steps.
+
+All ranks are virtual and every model is in float64, so the limits are those of `tolerance`: 1e-10,
+or 1e-6 where the model itself computes in float32. `strict` makes an operation without a rule an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import GPT, HUGGING_FACE, labels, make, tokens
+from torch import nn
+
+import autopar
+from autopar.strategies.data import Data
+from autopar.strategies.tensor import Tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+MODELS = (*HUGGING_FACE, "gpt")
+MESHES = ("dp=2", "tp=2", "dp=2, tp=2", "tp=4", "dp=3", "dp=2, tp=4")
+PLANS = ("sequence", "replicated", "latency-free")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The ranks are threads; each of them needs no more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def equal(model: nn.Module, inputs: Any, mesh: str, plan: str = "sequence", **options: Any) -> None:
+    """Fail with the table unless three steps on the mesh equal those on one device."""
+    if plan == "latency-free":  # finds other plans: residuals cut in width, cut norms and softmaxes
+        axes = autopar.mesh(mesh).names
+        made = {"dp": Data("dp"), "tp": Tensors("tp", latency_bytes=0.0)}
+        options["strategy"] = [made[axis] for axis in axes]
+    report = autopar.verify(
+        model, mesh, inputs, steps=3, sequence=plan != "replicated", strict=True, **options
+    )
+    report.raise_if_failed()
+
+
+def rows(mesh: str) -> int:
+    """A batch that three ranks share unevenly, else one that divides."""
+    return 5 if "dp=3" in mesh else 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [(m, p) for m in MESHES for p in PLANS[:2] if "tp" in m or p == "sequence"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_model_equals_one_device(name: str, mesh: str, plan: str) -> None:
+    equal(*make(name, rows(mesh)), mesh, plan)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_model_equals_one_device_under_plans_without_latency(name: str, mesh: str) -> None:
+    equal(*make(name), mesh, "latency-free")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("mesh", ["dp=3", "dp=2, tp=2", "tp=3"])
+@pytest.mark.parametrize(
+    "name",
+    ["unet", "mixer", "waves", "einsum", "encoder", "recommender", "regression", "autoencoder"],
+)
+def test_kind_of_model_equals_one_device(name: str, mesh: str, plan: str) -> None:
+    if "tp" not in mesh and plan != "sequence":
+        pytest.skip("one plan only")
+    equal(*make(name, rows(mesh)), mesh, plan)
+
+
+ODD: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "tp=2", {"num_attention_heads": 10, "num_key_value_heads": 5, "hidden_size": 40}),
+    (
+        "llama",
+        "tp=4",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "vocab_size": 517,
+        },
+    ),
+    (
+        "llama",
+        "dp=2, tp=4",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
+    ),
+    ("gpt2", "dp=3, tp=2", {"vocab_size": 517, "n_head": 3, "n_embd": 33}),
+    ("gpt2", "tp=4", {"vocab_size": 517, "n_head": 6, "n_embd": 36}),
+    ("gpt", "tp=4", {"vocab": 517, "heads": 6, "width": 42}),
+    ("bert", "tp=4", {"num_attention_heads": 6, "hidden_size": 30, "intermediate_size": 50}),
+    ("t5", "tp=2", {"num_heads": 3, "d_ff": 50, "vocab_size": 517}),
+    ("vit", "tp=4", {"num_attention_heads": 6, "hidden_size": 30, "num_labels": 7}),
+    ("resnet", "dp=2, tp=4", {"embedding_size": 6, "hidden_sizes": [6, 10], "num_labels": 7}),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("name", "mesh", "sizes"), ODD)
+def test_sizes_that_do_not_divide_are_exact(
+    name: str, mesh: str, sizes: dict[str, Any], plan: str
+) -> None:
+    equal(*make(name, rows(mesh), **sizes), mesh, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=3", "dp=4"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"smoothing": 0.1}, {"weighted": True}, {"smoothing": 0.1, "weighted": True}],
+    ids=["smoothing", "weights", "both"],
+)
+def test_loss_options_are_exact(changes: dict[str, Any], mesh: str, plan: str) -> None:
+    if "tp" not in mesh and plan != "sequence":
+        pytest.skip("one plan only")
+    equal(*make("gpt", layers=1, **changes), mesh, plan)
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt": {"dropout": 0.1},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "t5": {"dropout_rate": 0.1, "num_layers": 1},
+    "encoder": {"dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [
+        ("dp=3", "sequence"),
+        ("tp=2", "sequence"),
+        ("dp=2, tp=2", "replicated"),
+        ("dp=2, tp=2", "latency-free"),
+    ],
+)
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_is_that_of_one_rank(name: str, mesh: str, plan: str) -> None:
+    equal(*make(name, rows(mesh), **DROPOUT[name]), mesh, plan)
+
+
+def test_dropout_depends_on_the_seed_alone() -> None:
+    model, inputs = make("gpt", layers=1, dropout=0.2)
+    equal(model, inputs, "dp=2, tp=2", seed=7)
+    one, two = (autopar.parallelize(make("gpt", layers=1, dropout=0.2)[0], 1, seed=s) for s in (7, 8))
+    assert not torch.equal(one(**inputs)[1], two(**inputs)[1])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_elementwise_optimizers_are_exact(optimizer: Any) -> None:
+    equal(*make("gpt", layers=1), "dp=2, tp=2", optimizer=optimizer, lr=0.01)
+
+
+def flat_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=3"])
+def test_loss_function_of_the_user_is_exact(mesh: str) -> None:
+    model, inputs = make("gpt", layers=1)
+    equal(model, inputs, mesh, loss=flat_loss)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=3", "dp=3"])
+def test_outputs_without_a_loss_are_exact(mesh: str) -> None:
+    model, inputs = make("gpt", layers=1)
+    equal(model, {"x": inputs["x"]}, mesh)
+
+
+def test_float32_is_equal_to_rounding() -> None:
+    model, inputs = make("gpt", layers=1)
+    equal(model.float(), inputs, "dp=2, tp=2")
+
+
+def test_evaluation_mode_is_exact() -> None:
+    model, inputs = make("resnet")
+    equal(model.eval(), inputs, "dp=2, tp=2")
+
+
+def test_frozen_parameters_stay() -> None:
+    model, inputs = make("gpt")
+    for name, p in model.named_parameters():
+        p.requires_grad_("blocks.1" in name)
+    equal(model, inputs, "dp=2, tp=2")
+
+
+def test_batch_of_a_whole_number_of_ignored_rows_is_exact() -> None:
+    """The first of two ranks has no label that counts: its mean alone would be 0 / 0."""
+    model = GPT(layers=1).double()
+    targets = labels(4)
+    targets[:2] = -100
+    equal(model, {"x": tokens(4), "targets": targets}, "dp=2")
