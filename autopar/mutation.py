@@ -21,7 +21,7 @@ from autopar.compiled import Compiled
 from autopar.layout import Mesh
 from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
-from autopar.program import Phases, info
+from autopar.program import Phases, Program, info
 
 __all__ = ["Mutant", "mutants"]
 
@@ -65,6 +65,7 @@ class _Apart(Compiled):
 def mutants(compiled: Compiled) -> Iterator[Mutant]:
     """Every program with one mistake, in the program of all ranks that share it or of one rank."""
     mesh = compiled.annotated.mesh
+    differentiate = Differentiate(gradients=bool(compiled.of_any().gradients))
     for key, phases in compiled.phases.items():
         for phase in ("forward", "backward"):
             gm = getattr(phases, phase)
@@ -88,7 +89,7 @@ def mutants(compiled: Compiled) -> Iterator[Mutant]:
                 mutant = _edited(gm, i, change)
                 if mutant is not None:
                     wrong = phases.replace(program=phases.program.replace(graph=mutant))
-                    build = _again(compiled, key, wrong)
+                    build = _again(compiled, key, wrong.program, differentiate)
                     yield Mutant(f"spmd {node.name}", kind, build)
 
 
@@ -119,16 +120,11 @@ def _fixed(compiled: Compiled) -> Callable[[], Compiled]:
     return lambda: compiled
 
 
-def _again(compiled: Compiled, key: Any, wrong: Phases) -> Callable[[], Compiled]:
+def _again(
+    compiled: Compiled, key: Any, wrong: Program, differentiate: Differentiate
+) -> Callable[[], Compiled]:
     """Differentiate a lowered graph with a mistake in it."""
-
-    def build() -> Compiled:
-        grad = bool(wrong.gradients)
-        return _with(
-            compiled, key, Bucket().run(Differentiate(gradients=grad).run(wrong.program))
-        )
-
-    return build
+    return lambda: _with(compiled, key, Bucket().run(differentiate.run(wrong)))
 
 
 def _edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | None:

@@ -86,7 +86,7 @@ def _close(
         for at, axis in enumerate(axes):
             graph.inserting_after(anchor)
             bucket = graph.call_function(ops.all_reduce_bucket.default, (values, axis))
-            bucket.meta["val"] = [torch.empty_like(g.meta["val"]) for g, _ in members]
+            bucket.meta["val"] = [g.meta["val"] for g, _ in members]
             anchor = bucket
             taken = []
             for i, (_, chain) in enumerate(members):

@@ -119,8 +119,12 @@ class _Request:
         ]
         out = self.results(values)
         wanted = [v for v, g in zip(values, self.grads, strict=True) if g]
-        roots = [out[i] for i in self.mask]
-        return out, list(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+        pairs = zip((out[i] for i in self.mask), cotangents, strict=True)
+        live = [(root, seed) for root, seed in pairs if root.requires_grad]  # zeros_like has none
+        if not live:
+            return out, [None] * len(wanted)
+        roots, seeds = zip(*live, strict=True)
+        return out, list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
 
 
 @dataclass(slots=True)

@@ -36,12 +36,13 @@ class Expand:
         if not names:
             return program
         program = program.copy()
-        splicer = Splicer()
+        splicer = Splicer(program.graph.graph)
         for node in list(program.graph.graph.nodes):
             if node.name in names:
                 rule = find(node.target)
                 assert rule is not None and rule.expansion is not None, "expand needs an expansion"
                 splicer.replace(node, rule.expansion, *node.args, **node.kwargs)
+        splicer.flush()
         program.graph.graph.eliminate_dead_code()
         mark_gradients(program)
         return program

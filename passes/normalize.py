@@ -40,13 +40,14 @@ class Normalize:
         """Rewrite a global program; the result is a global program."""
         program = program.copy()
         graph = program.graph.graph
-        splicer = Splicer()
+        splicer = Splicer(graph)
         for node in list(graph.nodes):
             if node.op != "call_function":
                 continue
             handler = _HANDLERS.get(str(node.target))
             if handler is not None:
                 handler(splicer, node)
+        splicer.flush()
         graph.eliminate_dead_code()
         _number_sites(graph)
         mark_gradients(program)
@@ -87,9 +88,7 @@ def mark_gradients(program: Program) -> None:
 
 
 def _drop(splicer: Splicer, node: fx.Node) -> None:
-    if node.args and isinstance(node.args[0], fx.Node) and node.users:
-        node.replace_all_uses_with(node.args[0])
-    node.graph.erase_node(node)
+    splicer.drop(node)
 
 
 def _is_float(node: fx.Node) -> bool:

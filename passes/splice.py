@@ -1,4 +1,4 @@
-"""Put a traced function in place of a node: the common step of all rewriting passes."""
+"""Put traced functions in place of nodes: the common step of all rewriting passes."""
 
 from __future__ import annotations
 
@@ -26,75 +26,168 @@ def _signature(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
+def _fresh(val: Any) -> Any:
+    if not isinstance(val, torch.Tensor):
+        return val
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A replacement to come: `fn(*args, **kwargs)` in place of `node`."""
+
+    node: fx.Node
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def key(self) -> Any:
+        """Equal for replacements with the same trace; same-shaped operands may be one or two."""
+        index = {n: i for i, n in enumerate(self.operands())}
+        which = fx.map_arg((self.args, self.kwargs), lambda n: index[n])
+        parts = (self.fn, _signature(self.args), _signature(self.kwargs), _signature(which))
+        return parts
+
+    def operands(self) -> list[fx.Node]:
+        """Distinct operands in argument order."""
+        found: list[fx.Node] = []
+        fx.map_arg((self.args, self.kwargs), lambda n: found.append(n) or n)  # type: ignore
+        return list(dict.fromkeys(found))
+
+    def run(self, values: list[Any]) -> Any:
+        """Call the function on values of the operands."""
+        table = dict(zip(self.operands(), values, strict=True))
+        args, kwargs = fx.map_arg((self.args, self.kwargs), lambda n: table[n])
+        return self.fn(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A traced function: its inputs, calls and results."""
+
+    inputs: list[fx.Node]
+    calls: list[fx.Node]
+    results: Any
+
+
 @dataclass(slots=True)
 class Splicer:
-    """Traces functions on the shapes of a node's operands and copies the result into its graph.
+    """Collects replacements, traces the distinct ones in one go and copies them into the graph.
 
-    A function is traced once per distinct operands; repeated layers reuse the trace.
+    Starting a trace costs far more than a call in it, and repeated layers ask for the same.
     """
 
-    cache: dict[Any, fx.GraphModule] = field(default_factory=dict)
+    graph: fx.Graph
+    planned: list[_Planned] = field(default_factory=list)
+    replaced: dict[fx.Node, Any] = field(default_factory=dict)
 
-    def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> fx.GraphModule:
-        """The graph of `fn` at the shapes of the nodes in `args` and `kwargs`."""
-        key = (fn, _signature(args), _signature(kwargs))
-        if key not in self.cache:
-            nodes: list[fx.Node] = []
-            fx.map_arg((args, kwargs), lambda n: nodes.append(n) or n)
-            nodes = list(dict.fromkeys(nodes))
-            mode = detect_fake_mode([n.meta["val"] for n in nodes])
+    def drop(self, node: fx.Node) -> None:
+        """Remove a call that returns its first operand."""
+        source = self.current(node.args[0])
+        if node.users:
+            node.replace_all_uses_with(source)
+        self.replaced[node] = source
+        self.graph.erase_node(node)
 
-            def run(*values: Any) -> Any:
-                table = dict(zip(nodes, values, strict=True))
-                a, k = fx.map_arg((args, kwargs), lambda n: table[n])
-                return fn(*a, **k)
+    def replace(self, node: fx.Node, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Plan to put `fn(*args, **kwargs)` in place of `node`."""
+        self.planned.append(_Planned(node, fn, args, kwargs))
 
+    def current(self, node: Any) -> Any:
+        """What now stands for `node`."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
+
+    def flush(self) -> None:
+        """Carry all planned replacements out."""
+        distinct: dict[Any, _Planned] = {}
+        for p in self.planned:
+            distinct.setdefault(p.key(), p)
+        bodies = dict(zip(distinct, self.trace(list(distinct.values())), strict=True))
+        for p in self.planned:
+            key = p.key()  # before its operands change
+            self.put(p, bodies[key])
+        self.planned.clear()
+
+    def trace(self, plans: list[_Planned]) -> list[_Body]:
+        """The bodies of all plans, in one trace."""
+        if not plans:
+            return []
+        mode = detect_fake_mode([[n.meta["val"] for n in p.operands()] for p in plans])
+        assert mode is not None, "captured values are fake"
+        with mode:  # fresh ones: tracing tells values apart by identity
+            values = [[_fresh(n.meta["val"]) for n in p.operands()] for p in plans]
+
+        def run(values: list[list[Any]]) -> list[Any]:
+            return [p.run(v) for p, v in zip(plans, values, strict=True)]
+
+        with mode, torch.no_grad():
+            gm = make_fx(run, pre_dispatch=True)(values)
+        for node in list(gm.graph.nodes):
+            if node.op == "get_attr":
+                _inline_constant(gm, node)
+        order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        placeholders = iter([n for n in gm.graph.nodes if n.op == "placeholder"])
+        out = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        bodies = []
+        for p, v in zip(plans, values, strict=True):
+            inputs = [next(placeholders) for _ in v]
             with mode, torch.no_grad():
-                self.cache[key] = make_fx(run, pre_dispatch=True)(
-                    *[n.meta["val"] for n in nodes]
-                )
-        return self.cache[key]
+                many = p.run(v)
+            results = (
+                tuple(next(out) for _ in many) if isinstance(many, (list, tuple)) else next(out)
+            )
+            bodies.append(_Body(inputs, _calls(results, order), results))
+        return bodies
 
-    def replace(self, node: fx.Node, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace `node` by `fn(*args, **kwargs)`, traced; returns the new value (or tuple)."""
-        values = self.insert(node, fn, *args, **kwargs)
-        if isinstance(values, tuple):
-            for user in list(node.users):
-                assert len(user.args) == 2, "a tuple result is only taken apart"
-                user.replace_all_uses_with(values[user.args[1]])  # type: ignore[index]
-                node.graph.erase_node(user)
-        else:
-            node.replace_all_uses_with(values)
-        node.graph.erase_node(node)
-        return values
-
-    def insert(self, node: fx.Node, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Insert `fn(*args, **kwargs)`, traced, before `node`; returns the value (or tuple)."""
-        traced = self.trace(fn, args, kwargs)
-        nodes: list[fx.Node] = []
-        fx.map_arg((args, kwargs), lambda n: nodes.append(n) or n)
-        nodes = list(dict.fromkeys(nodes))
+    def put(self, plan: _Planned, body: _Body) -> None:
+        """Copy a body in place of its node."""
+        node = plan.node
         record = info(node)
-        mapping: dict[fx.Node, fx.Node] = {}
-        inner_inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        mapping.update(zip(inner_inputs, nodes, strict=True))
-        with node.graph.inserting_before(node):
-            for inner in traced.graph.nodes:
-                if inner.op in ("placeholder", "output"):
-                    continue
-                if inner.op == "get_attr":  # a small constant made inside the function
-                    value = getattr(traced, str(inner.target))
-                    new = node.graph.call_function(
-                        torch.ops.aten.scalar_tensor.default,
-                        (value.item(),),
-                        {"dtype": value.dtype, "device": value.device},
-                    )
-                else:
-                    new = node.graph.node_copy(inner, lambda n: mapping[n])
+        operands = [self.current(n) for n in plan.operands()]
+        mapping: dict[fx.Node, Any] = dict(zip(body.inputs, operands, strict=True))
+        with self.graph.inserting_before(node):
+            for inner in body.calls:
+                new = self.graph.node_copy(inner, lambda n: mapping[n])
                 new.meta = {"val": inner.meta["val"]}
                 set_info(new, NodeInfo(source=record.source, module=record.module))
                 mapping[inner] = new
-        out = traced.graph.output_node().args[0]
-        if isinstance(out, (list, tuple)):
-            return tuple(mapping[o] if isinstance(o, fx.Node) else o for o in out)
-        return mapping[out]  # type: ignore[index]
+        if isinstance(body.results, tuple):
+            for user in list(node.users):
+                assert len(user.args) == 2, "a tuple result is only taken apart"
+                value = mapping[body.results[user.args[1]]]  # type: ignore[index]
+                user.replace_all_uses_with(value)
+                self.replaced[user] = value
+                self.graph.erase_node(user)
+        else:
+            value = mapping[body.results]
+            node.replace_all_uses_with(value)
+            self.replaced[node] = value
+        self.graph.erase_node(node)
+
+
+def _calls(results: Any, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The calls that `results` need, in order."""
+    seen: set[fx.Node] = set()
+    stack = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return sorted((n for n in seen if n.op == "call_function"), key=lambda n: order[n])
+
+
+def _inline_constant(gm: fx.GraphModule, node: fx.Node) -> None:
+    """A number made inside a function becomes a call that makes it."""
+    value = getattr(gm, str(node.target))
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_function(
+            torch.ops.aten.scalar_tensor.default,
+            (value.item(),),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    new.meta["val"] = node.meta.get("val", value)
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)

@@ -181,7 +181,7 @@ class _Problem:
         cut = [
             f
             for f in (*spec.sizes, *self.merged(spec))
-            if cuttable(spec, f, self.axis, choice, self.mesh) and self.fills(spec, f)
+            if cuttable(spec, f, self.axis, choice, self.mesh) and self.fills(spec, f, choice)
         ]
         if node.op == "placeholder":
             return self.state_options(node, spec, cut)
@@ -192,9 +192,13 @@ class _Problem:
         sums = [f"P{i}" for i in range(len(spec.linear))]
         return ["R", *(["V"] if grads else []), *sums, *cut]
 
-    def fills(self, spec: Spec, option: str) -> bool:
-        n = math.prod(spec.sizes[p] for p in option.split("+"))
-        return 0 not in chunk_sizes(n, self.k)
+    def fills(self, spec: Spec, option: str, choice: Mapping[str, str]) -> bool:
+        """Whether every rank gets a piece of the factor, beside the other axes that cut it."""
+        pieces = [math.prod(spec.sizes[p] for p in option.split("+"))]
+        for axis, other in choice.items():
+            if axis != self.axis and other == option:
+                pieces = [c for n in pieces for c in chunk_sizes(n, self.mesh.sizes[axis])]
+        return all(0 not in chunk_sizes(n, self.k) for n in pieces)
 
     def merged(self, spec: Spec) -> list[str]:
         """Runs of neighbouring factors worth cutting as one: too small or uneven alone."""

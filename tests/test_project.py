@@ -19,7 +19,7 @@ ORDER = [
     {"errors"},
     {"layout"},
     {"program"},
-    {"collectives", "rules"},
+    {"collectives", "rules", "text"},
     {"cost", "check", "static"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
