@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.capture import Arguments, bind_arguments, empty_like, skeleton
+from autopar.batch import Batch, Rows
+from autopar.capture import Arguments, bind_arguments, skeleton
 from autopar.codegen import generate, load
-from autopar.compat import FakeTensorMode, StridedShard, local_of, pytree, wrap_like
+from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.layout import Layout, Mesh
+from autopar.parameters import Placer, is_whole, state
 from autopar.program import State
 from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.executor import Executor
-from autopar.runtime.pieces import piece
 
 __all__ = ["ParallelModule"]
 
@@ -53,28 +51,26 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, compile_step: Compile, *, batch: str, seed: int,
-        has_loss: bool, device_mesh: Any = None,
+        batch_dims: Mapping[str, int | None], device_mesh: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if batch not in ("global", "local"):
-            raise InputError(f"batch={batch!r}", expected="'global' or 'local'")
         self.__dict__["_model"] = model
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
         self.training = model.training
-        self._mesh, self._batch, self._compile_step = mesh, batch, compile_step
-        self._has_loss = has_loss
+        self._mesh, self._compile_step = mesh, compile_step
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
         self._latest: _Entry | None = None
-        self._bound = False
+        self._bound = mesh.size == 1  # a single rank keeps its parameters as they are
         self._steps = 0
         self._comm = _communicator(mesh)
         self._comm.seed = seed
+        self._batch = Batch(batch, mesh, self._comm, batch_dims)
         tensors = [*model.parameters(), *model.buffers()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._device_mesh = device_mesh
+        self._placer = Placer(mesh, self._comm.coordinate, self._device, device_mesh)
 
     # --- looking at it -------------------------------------------------------------------------
 
@@ -120,55 +116,54 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own result, see docs/usage.md for what is a DTensor in it."""
         arguments = bind_arguments(args, kwargs)
-        entry = self.entry(arguments)
-        tensors = arguments.tensors
+        rows = self._batch.rows(arguments)
+        entry = self.entry(arguments, rows)
         if not entry.checked:
-            self._check_batch(arguments)
+            self._batch.check(arguments)
             entry.checked = True
-        comm = self._comm
         states = [self._local(s.name, entry.compiled) for s in entry.states]
-        inputs = [
-            t if self._batch == "local" and "dp" in layout.sharded and self._mesh.size > 1
-            else piece(t, layout, self._mesh, comm.coordinate)
-            for t, layout in zip(tensors, entry.inputs, strict=True)
-        ]  # fmt: skip
+        inputs = self._batch.pieces(arguments, rows, entry.inputs)
         if torch.is_grad_enabled():
             self._steps += 1
-        comm.step = self._steps
-        leaves = [self.state(n) for n in entry.compiled.of_any().gradients]
+        self._comm.step = self._steps
+        leaves = [state(self, n) for n in entry.compiled.of_any().gradients]
         results = entry.executor.run([*states, *inputs], leaves)
-        return self._result(entry, results)
+        return self._result(entry, results, rows)
 
-    def entry(self, arguments: Arguments) -> _Entry:
+    def entry(self, arguments: Arguments, rows: Rows | None = None) -> _Entry:
         """The compiled step for a call, compiled now where its shapes are new."""
+        rows = self._batch.rows(arguments) if rows is None else rows
         grad = torch.is_grad_enabled()
         flags = tuple(m.training for m in self.modules())
         wanted = tuple(p.requires_grad for p in self.parameters())
-        key = (arguments.key(), grad, flags, wanted)
+        key = (arguments.key(), rows.total, grad, flags, wanted)
         if key not in self._entries:
-            self._entries[key] = self._compile(arguments, grad)
+            self._entries[key] = self._compile(arguments, rows, grad)
         self._latest = self._entries[key]
         return self._latest
 
-    def _compile(self, arguments: Arguments, grad: bool) -> _Entry:
+    def _compile(self, arguments: Arguments, rows: Rows, grad: bool) -> _Entry:
         bones = self._skeleton[0]
         live = dict(self.named_modules())
         for name, module in bones.named_modules():
             module.training = live[name].training
         for name, p in bones.named_parameters(remove_duplicate=False):
-            p.requires_grad_(self.state(name).requires_grad)
-        compiled = self._compile_step(bones, self._whole(arguments), grad, self._comm.rank)
+            p.requires_grad_(state(self, name).requires_grad)
+        whole = self._batch.whole(arguments, rows, self._mode)
+        compiled = self._compile_step(bones, whole, grad, self._comm.rank)
         phases = compiled.of(self._comm.rank)
         source = generate(phases, compiled.title)
         name = f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>"
         functions = load(source, name)
         states = list(phases.program.states)
-        self._bind(states, phases.program.constants)
-        params = [self.state(n) for n in phases.gradients]
-        plain = self._mesh.size == 1
+        if not self._bound:
+            self._placer.bind(self, states)
+            self._bound = True
+        params = [state(self, n) for n in phases.gradients]
+        alone = self._mesh.size == 1
 
         def wrap(i: int, g: Tensor) -> Tensor:
-            return g if plain else wrap_like(g, params[i])
+            return g if alone else wrap_like(g, params[i])
 
         executor = Executor(
             functions.forward, functions.backward, phases.roots, wrap, self._comm, self._device
@@ -177,141 +172,31 @@ class ParallelModule(nn.Module):
         assert all(x is not None for x in layouts), "lowering places every input"
         return _Entry(compiled, executor, layouts, states)  # type: ignore[arg-type]
 
-    def _whole(self, arguments: Arguments) -> Arguments:
-        """The arguments as fake tensors of the global batch."""
-        tensors = []
-        scale = self._mesh.sizes.get("dp", 1) if self._batch == "local" else 1
-        rows = [t.shape[0] for t in arguments.tensors if t.dim()]
-        batch = max(set(rows), key=rows.count) if rows else 0
-        for t in arguments.tensors:
-            shape = list(t.shape)
-            if scale > 1 and shape and shape[0] == batch:
-                shape[0] *= scale
-            tensors.append(empty_like(t, self._mode, shape))
-        return Arguments(arguments.names, tuple(tensors), arguments.leaves, arguments.spec)
+    def _local(self, name: str, compiled: Compiled) -> Tensor:
+        if name.startswith("constant."):
+            return compiled.annotated.constants[name]
+        tensor = state(self, name)
+        return tensor.detach() if is_whole(tensor) else local_of(tensor)
 
-    def _check_batch(self, arguments: Arguments) -> None:
-        if self._mesh.size == 1:
-            return
-        mine = [_fingerprint(t) for t in arguments.tensors]
-        everyone = self._comm.exchange(mine)
-        here = self._comm.coordinate
-        for rank, theirs in enumerate(everyone):
-            there = self._mesh.coordinate(rank)
-            same_rows = self._batch == "global" or there.get("dp") == here.get("dp")
-            if same_rows and theirs != mine:
-                bad = [n for n, a, b in zip(arguments.names, mine, theirs, strict=True) if a != b]
-                hint = (
-                    "pass batch='local' if every data-parallel rank loads its own rows"
-                    if self._batch == "global"
-                    else "ranks that differ only in other axes than dp need the same rows"
-                )
-                raise BatchError(
-                    f"Ranks {self._comm.rank} and {rank} were given different batches "
-                    f"(batch={self._batch!r}).",
-                    where=", ".join(bad),
-                    expected="the same values on both ranks",
-                    hint=hint,
-                )
-        if self._batch == "local" and self._mesh.sizes.get("dp", 1) > 1:
-            if all(theirs == mine for theirs in everyone):
-                warnings.warn(
-                    "batch='local', but all ranks were given the same rows; is the sampler "
-                    "distributed? Pass batch='global' if that is meant.",
-                    stacklevel=4,
-                )
-
-    def _result(self, entry: _Entry, results: list[Tensor]) -> Any:
+    def _result(self, entry: _Entry, results: list[Tensor], rows: Rows) -> Any:
         program = entry.compiled.of_any().program
         for name, index in program.mutated:
             with torch.no_grad():
-                self.state(name).copy_(results[index])
+                state(self, name).copy_(results[index])
+        has_loss = any(o.is_loss for o in program.outputs)
         leaves = []
         for out in program.outputs:
             if out.index < 0:
                 leaves.append(out.constant)
                 continue
             value = results[out.index]
-            layout = out.layout
-            if layout is not None and layout.sharded and self._has_loss_in(entry):
-                value = self._dtensor(value, layout)
+            if out.layout is not None and out.layout.sharded:
+                if has_loss:
+                    value = self._placer.dtensor(value, out.layout)
+                else:
+                    _own_rows(value, rows)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, program.out_spec)
-
-    def _has_loss_in(self, entry: _Entry) -> bool:
-        return any(o.is_loss for o in entry.compiled.annotated.outputs)
-
-    # --- parameters ----------------------------------------------------------------------------
-
-    def state(self, name: str) -> Tensor:
-        """The parameter or buffer of a fully-qualified name."""
-        path, _, leaf = name.rpartition(".")
-        owner = self.get_submodule(path) if path else self
-        found: Any = owner._parameters.get(leaf)
-        if found is None:
-            found = owner._buffers.get(leaf)
-        return found  # type: ignore[no-any-return]
-
-    def _local(self, name: str, compiled: Compiled) -> Tensor:
-        tensor = (
-            compiled.annotated.constants[name]
-            if name.startswith("constant.")
-            else self.state(name)
-        )
-        return tensor.detach() if self._mesh.size == 1 or _is_plain(tensor) else local_of(tensor)
-
-    def _bind(self, states: list[State], constants: Any) -> None:
-        """Replace whole parameters by the pieces of this rank, once."""
-        if self._bound or self._mesh.size == 1:
-            return
-        replaced: list[tuple[Tensor, Tensor]] = []
-        for s in states:
-            if s.name.startswith("constant.") or not _is_plain(self.state(s.name)):
-                continue
-            old = self.state(s.name)
-            _same_everywhere(old)
-            if not s.is_parameter:
-                continue
-            assert s.layout is not None, "lowering places every state"
-            local = piece(old.detach(), s.layout, self._mesh, self._comm.coordinate).clone()
-            new = nn.Parameter(self._dtensor(local, s.layout), requires_grad=old.requires_grad)
-            replaced.append((old, new))
-            for name in (s.name, *s.aliases):
-                path, _, leaf = name.rpartition(".")
-                owner = self.get_submodule(path) if path else self
-                owner._parameters[leaf] = new
-        _repoint_optimizers(replaced)
-        self._bound = True
-
-    def _dtensor(self, local: Tensor, layout: Layout) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        placements: list[Any] = []
-        for axis in self._mesh.names:
-            at = layout.sharded.get(axis)
-            if at is None:
-                placements.append(Replicate())
-                continue
-            d, i = at
-            outer = 1
-            for atom in layout.dims[d][:i]:
-                outer *= atom.size
-            placements.append(Shard(d) if outer == 1 else StridedShard(d, split_factor=outer))
-        shape = torch.Size(layout.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self._torch_mesh(), placements, run_check=False, shape=shape, stride=stride
-        )
-
-    def _torch_mesh(self) -> Any:
-        if self._device_mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            sizes = tuple(self._mesh.sizes.values())
-            self._device_mesh = init_device_mesh(
-                self._device.type, sizes, mesh_dim_names=self._mesh.names
-            )
-        return self._device_mesh
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole plain state dict, the same on every rank."""
@@ -322,28 +207,17 @@ class ParallelModule(nn.Module):
         return out
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return not hasattr(tensor, "full_tensor")
-
-
-def _same_everywhere(tensor: Tensor) -> None:
-    """Take rank 0's values, so that unseeded initialisation cannot differ between ranks."""
-    if tensor.device.type == "meta":
-        raise InputError(
-            "The model's parameters are on the meta device and have no values.",
-            hint="use autopar.compile to plan without values, or model.to_empty(device=...) and "
-            "initialise before parallelize",
+def _own_rows(value: Tensor, rows: Rows) -> None:
+    """An output of this rank's rows: a mean over them counts for its share of the batch."""
+    if not rows.in_place:
+        raise BatchError(
+            f"The ranks passed {list(rows.counts)} rows, and the model returns no loss.",
+            expected="equal rows on all ranks where the loss is computed outside the model",
+            hint="pass loss=fn to parallelize, or drop the last short batch",
         )
-    with torch.no_grad():
-        dist.broadcast(tensor.data, 0)
-
-
-def _fingerprint(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    digest = hashlib.blake2b(digest_size=12)
-    digest.update(str((tuple(data.shape), data.dtype)).encode())
-    digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    return digest.hexdigest()
+    if value.requires_grad:
+        share = rows.mine / rows.total
+        value.register_hook(lambda g: g * share)
 
 
 def _communicator(mesh: Mesh) -> Communicator:
@@ -357,41 +231,3 @@ def _communicator(mesh: Mesh) -> Communicator:
             )
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return connect(mesh)
-
-
-
-def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
-    """Let optimizers made before the first call step the new parameters.
-
-    torch calls the hook before every optimizer step of the process. Old parameters are held weakly:
-    one that no optimizer holds is gone, and its id may belong to another tensor.
-    """
-    table: WeakTensorKeyDictionary[Tensor] = WeakTensorKeyDictionary()
-    for old, new in replaced:
-        table[old] = new
-
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not len(table):
-            handle.remove()
-            return
-        for group in optimizer.param_groups:
-            for i, p in enumerate(group["params"]):
-                new = table.get(p)
-                if new is None:
-                    continue
-                group["params"][i] = new
-                if p in optimizer.state:
-                    optimizer.state[new] = {
-                        k: _like_parameter(v, p, new) for k, v in optimizer.state.pop(p).items()
-                    }
-
-    handle = register_optimizer_step_pre_hook(hook)
-
-
-def _like_parameter(value: Any, old: Tensor, new: Any) -> Any:
-    """Optimizer state of a whole parameter, cut like its DTensor."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if not isinstance(value, Tensor) or value.shape != old.shape or value.dim() == 0:
-        return value
-    return distribute_tensor(value, new.device_mesh, new.placements)

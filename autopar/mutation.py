@@ -22,6 +22,7 @@ from autopar.layout import Mesh
 from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
 from autopar.program import Phases, Program, info
+from autopar.static import reaching
 
 __all__ = ["Mutant", "mutants"]
 
@@ -40,12 +41,14 @@ class Mutant:
     Args:
         where: phase ('spmd', 'forward' or 'backward') and node.
         kind: the mistake, in words.
-        build: makes the wrong program; a compiler error counts as caught.
+        build: makes the changed program; a compiler error counts as caught.
+        equal: why the change does not alter any number, '' for a true mistake.
     """
 
     where: str
     kind: str
     build: Callable[[], Compiled]
+    equal: str = ""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.kind}"
@@ -78,14 +81,16 @@ def mutants(compiled: Compiled) -> Iterator[Mutant]:
                     if mutant is None:
                         continue
                     wrong = phases.replace(**{phase: mutant})
-                    yield Mutant(where, kind, _fixed(_with(compiled, key, wrong)))
+                    changed = _with(compiled, key, wrong)
+                    yield Mutant(where, kind, _fixed(changed), _equal(node, kind))
                     if kind in ("left out", "doubled") or kind.startswith("over"):
                         apart = _one_rank(compiled, key, wrong)
                         if apart is not None:
                             yield Mutant(where, f"{kind} by one rank", _fixed(apart))
         gm = phases.program.graph
+        reach = reaching(gm.graph, phases.roots)
         for i, node in enumerate(gm.graph.nodes):
-            for kind, change in _typed_changes(node, mesh):
+            for kind, change in _typed_changes(node, mesh, node in reach):
                 mutant = _edited(gm, i, change)
                 if mutant is not None:
                     wrong = phases.replace(program=phases.program.replace(graph=mutant))
@@ -188,6 +193,29 @@ def _changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
             if axis != node.args[1] and k > 1:
                 found.append((f"over {axis}", _argument(1, axis)))
     return found
+
+
+def _equal(node: fx.Node, kind: str) -> str:
+    """Why a change does not alter any number, or ''."""
+    args = node.args
+    if kind == "wrong piece" and _constant_along(args[0], args[2]):
+        return "all pieces of an expanded value are equal"
+    if kind == "pieces rotated" and all(u.target is aten.sum.default for u in node.users):
+        return "the sum of all elements does not depend on their order"
+    if node.target is ops.all_reduce.default and args[2] == "max":
+        if kind == "doubled":
+            return "the maximum of equal values is that value"
+        if kind in ("min for max", "sum for max"):
+            return "softmax does not depend on the shift of its exponents"
+    return ""
+
+
+def _constant_along(value: Any, dim: Any) -> bool:
+    if value.target is not aten.expand.default:
+        return False
+    before, after = (v.meta["val"].shape for v in (value.args[0], value))
+    at = dim - (len(after) - len(before))
+    return bool(at < 0 or before[at] == 1 < after[dim])
 
 
 def _is_zeros(value: Any) -> bool:
@@ -414,12 +442,12 @@ def _double_bucket(graph: fx.Graph, node: fx.Node) -> bool:
 # --- mistakes in the lowered graph, which its gradient then repeats ----------------------------
 
 
-def _typed_changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
+def _typed_changes(node: fx.Node, mesh: Mesh, grad: bool) -> list[tuple[str, Change]]:
+    """(kind, change) at a lowered node; `grad`: the loss sends a gradient to it."""
     row = collective_of(node) if node.op == "call_function" else None
     if row is None:
         return []
     found: list[tuple[str, Change]] = []
-    grad = bool(node.meta.get("requires_grad", False))
     if row.name == "vary":
         found += [("missing: gradient not reduced", _skip), ("doubled", _double)]
     if row.name == "all_reduce":
@@ -434,10 +462,8 @@ def _typed_changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
         found.append(("adjoint of a replicated cut", _as(ops.shard.default)))
     if row.name == "reduce_scatter":
         found.append(("cut without reduction", _as(ops.cut.default)))
-    if grad and row.name in ("all_reduce", *_GATHERS) and info(node).layouts:
-        axis = str(node.args[1])
-        if info(node).layouts[0].kind(axis) == "R":
-            found.append(("gradient reduced once too often", _also_vary))
+    if grad and info(node).layouts and info(node).layouts[0].kind(str(node.args[1])) == "R":
+        found.append(("gradient reduced once too often", _also_vary))
     return found
 
 

@@ -22,7 +22,7 @@ from autopar.collectives import collective_of
 from autopar.layout import Layout, Mesh
 from autopar.program import Phases, call_text, info
 
-__all__ = ["Coordinate", "check_phases", "check_ranks", "count_collectives"]
+__all__ = ["Coordinate", "check_phases", "check_ranks", "count_collectives", "reaching"]
 
 Coordinate = Mapping[str, int]
 
@@ -349,7 +349,7 @@ def _sequence(phase: str, want: list[_Entry], have: list[_Entry]) -> list[str]:
 # --- backward ----------------------------------------------------------------------------------
 
 
-def _reaching(graph: fx.Graph, roots: tuple[int, ...]) -> set[fx.Node]:
+def reaching(graph: fx.Graph, roots: tuple[int, ...]) -> set[fx.Node]:
     """Nodes whose value flows, with gradient, into the results in `roots`."""
     results = graph.output_node().args[0]
     stack = [results[i] for i in roots]  # type: ignore[index]
@@ -381,7 +381,7 @@ def _adjoint(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
 def _backward(phases: Phases) -> list[str]:
     """The backward graph must enter the adjoints in reverse; buckets may gather reductions."""
     graph = phases.program.graph.graph
-    reach = _reaching(graph, phases.roots)
+    reach = reaching(graph, phases.roots)
     want = []
     for node in reversed(graph.nodes):
         row = collective_of(node)
@@ -464,7 +464,7 @@ def _tails(phases: Phases) -> list[str]:
     problems = []
     placeholders = phases.program.placeholders()
     by_name = {s.name: s for s in phases.program.states}
-    reach = _reaching(phases.program.graph.graph, phases.roots)
+    reach = reaching(phases.program.graph.graph, phases.roots)
     grads = phases.backward.graph.output_node().args[0]
     for name, grad in zip(phases.gradients, grads, strict=True):  # type: ignore[arg-type]
         state = by_name[name]

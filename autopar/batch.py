@@ -1,0 +1,154 @@
+"""How a call's tensors become the rows of this rank, in both batch modes."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.capture import Arguments, empty_like
+from autopar.compat import FakeTensorMode
+from autopar.errors import BatchError, InputError
+from autopar.layout import Layout, Mesh, chunk_sizes
+from autopar.runtime import Communicator
+from autopar.runtime.pieces import piece
+
+__all__ = ["Batch", "Rows"]
+
+_DATA_AXIS = "dp"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one call.
+
+    Args:
+        mine: rows that this rank passed.
+        counts: rows that each data-parallel rank passed.
+        total: rows of the whole batch.
+    """
+
+    mine: int
+    counts: tuple[int, ...]
+    total: int
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every rank already holds the rows that its program works on."""
+        return self.counts == chunk_sizes(self.total, len(self.counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch mode of a module on this rank.
+
+    Args:
+        mode: 'global', every rank passes the whole batch; 'local', each its own rows.
+        dims: input name -> batch dim, or None; inputs not named have it first.
+    """
+
+    mode: str
+    mesh: Mesh
+    comm: Communicator
+    dims: Mapping[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("global", "local"):
+            raise InputError(f"batch={self.mode!r}", expected="'global' or 'local'")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that pass rows of their own."""
+        return self.mesh.sizes.get(_DATA_AXIS, 1) if self.mode == "local" else 1
+
+    def rows(self, arguments: Arguments) -> Rows:
+        """Count the rows; in local mode the ranks tell each other theirs, at every call."""
+        sizes = [t.shape[0] for t in arguments.tensors if t.dim()]
+        mine = max(set(sizes), key=lambda n: (sizes.count(n), -sizes.index(n))) if sizes else 0
+        if self.ranks == 1:
+            return Rows(mine, (mine,), mine)
+        everyone = self.comm.exchange(mine)
+        counts: dict[int, int] = {}
+        for rank, n in enumerate(everyone):
+            at = self.mesh.coordinate(rank)[_DATA_AXIS]
+            if counts.setdefault(at, n) != n:
+                raise BatchError(
+                    f"Ranks at {_DATA_AXIS}={at} were given {counts[at]} and {n} rows.",
+                    expected="the same rows on ranks that differ only in other axes",
+                )
+        ordered = tuple(counts[i] for i in range(self.ranks))
+        return Rows(mine, ordered, sum(ordered))
+
+    def dim(self, name: str, tensor: Tensor, rows: Rows) -> int | None:
+        """The batch dim of an input, None where every rank needs it whole."""
+        if name in self.dims:
+            return self.dims[name]
+        return 0 if tensor.dim() and tensor.shape[0] == rows.mine else None
+
+    def whole(self, arguments: Arguments, rows: Rows, mode: FakeTensorMode) -> Arguments:
+        """The arguments as fake tensors of the whole batch."""
+        tensors = []
+        for name, t in zip(arguments.names, arguments.tensors, strict=True):
+            shape = list(t.shape)
+            d = self.dim(name, t, rows)
+            if d is not None and self.ranks > 1:
+                shape[d] = rows.total
+            tensors.append(empty_like(t, mode, shape))
+        return Arguments(arguments.names, tuple(tensors), arguments.leaves, arguments.spec)
+
+    def pieces(self, arguments: Arguments, rows: Rows, layouts: list[Layout]) -> list[Tensor]:
+        """What the program of this rank takes: its rows of every input."""
+        found = []
+        for name, t, layout in zip(arguments.names, arguments.tensors, layouts, strict=True):
+            d = self.dim(name, t, rows)
+            if self.ranks > 1 and d is not None:
+                if rows.in_place and _DATA_AXIS in layout.sharded:
+                    found.append(t)
+                    continue
+                t = self.comm.all_gather_replicated(t, _DATA_AXIS, d, 1, list(rows.counts))
+            found.append(piece(t, layout, self.mesh, self.comm.coordinate))
+        return found
+
+    def check(self, arguments: Arguments) -> None:
+        """Compare the values between ranks.
+
+        Raises:
+            BatchError: ranks that need the same rows have different ones.
+        """
+        if self.mesh.size == 1:
+            return
+        mine = [_fingerprint(t) for t in arguments.tensors]
+        everyone = self.comm.exchange(mine)
+        here = self.comm.coordinate.get(_DATA_AXIS)
+        for rank, theirs in enumerate(everyone):
+            together = self.ranks == 1 or self.mesh.coordinate(rank).get(_DATA_AXIS) == here
+            if together and theirs != mine:
+                bad = [n for n, a, b in zip(arguments.names, mine, theirs, strict=True) if a != b]
+                raise BatchError(
+                    f"Ranks {self.comm.rank} and {rank} were given different batches "
+                    f"(batch={self.mode!r}).",
+                    where=", ".join(bad),
+                    expected="the same values on both ranks",
+                    hint="pass batch='local' if every data-parallel rank loads its own rows"
+                    if self.mode == "global"
+                    else "ranks that differ only in other axes than dp need the same rows",
+                )
+        if self.ranks > 1 and all(theirs == mine for theirs in everyone):
+            warnings.warn(
+                "batch='local', but all ranks were given the same rows; is the sampler "
+                "distributed? Pass batch='global' if that is meant.",
+                stacklevel=4,
+            )
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(str((tuple(data.shape), data.dtype)).encode())
+    if data.numel():
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

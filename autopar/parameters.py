@@ -1,0 +1,153 @@
+"""The parameters of a parallel module: whole ones become DTensors of the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.compat import StridedShard
+from autopar.errors import InputError
+from autopar.layout import Layout, Mesh
+from autopar.program import State
+from autopar.runtime.pieces import piece
+
+__all__ = ["Placer", "is_whole", "state"]
+
+
+def state(module: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of a fully-qualified name."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path) if path else module
+    found: Any = owner._parameters.get(leaf)
+    if found is None:
+        found = owner._buffers.get(leaf)
+    return found  # type: ignore[no-any-return]
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one rather than a DTensor."""
+    return not hasattr(tensor, "full_tensor")
+
+
+class Placer:
+    """Places tensors on a torch device mesh.
+
+    Args:
+        device_mesh: the user's own, or None to make one when it is first needed.
+    """
+
+    def __init__(
+        self, mesh: Mesh, coordinate: dict[str, int], device: torch.device, device_mesh: Any = None
+    ) -> None:
+        self.mesh, self.coordinate, self.device = mesh, coordinate, device
+        self.device_mesh = device_mesh
+
+    def dtensor(self, local: Tensor, layout: Layout) -> Tensor:
+        """The DTensor whose piece on this rank is `local`."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if self.device_mesh is None:
+            sizes = tuple(self.mesh.sizes.values())
+            self.device_mesh = init_device_mesh(
+                self.device.type, sizes, mesh_dim_names=self.mesh.names
+            )
+        placements: list[Any] = []
+        for axis in self.mesh.names:
+            at = layout.sharded.get(axis)
+            if at is None:
+                placements.append(Replicate())
+                continue
+            d, i = at
+            outer = 1
+            for atom in layout.dims[d][:i]:
+                outer *= atom.size
+            placements.append(Shard(d) if outer == 1 else StridedShard(d, split_factor=outer))
+        shape = torch.Size(layout.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def bind(self, module: nn.Module, states: Sequence[State]) -> None:
+        """Replace the whole parameters of `module` by the pieces of this rank.
+
+        Rank 0's values are taken, so that unseeded initialisation cannot differ between ranks;
+        optimizers that hold the old parameters go over to the new ones at their next step.
+
+        Raises:
+            InputError: the parameters have no values.
+        """
+        replaced: list[tuple[Tensor, Tensor]] = []
+        for s in states:
+            if s.name.startswith("constant."):
+                continue
+            old = state(module, s.name)
+            if not is_whole(old):
+                continue
+            if old.device.type == "meta":
+                raise InputError(
+                    "The model's parameters are on the meta device and have no values.",
+                    where=s.name,
+                    hint="use autopar.compile to plan without values, or "
+                    "model.to_empty(device=...) and initialise before parallelize",
+                )
+            with torch.no_grad():
+                dist.broadcast(old.data, 0)
+            if not s.is_parameter:
+                continue
+            assert s.layout is not None, "lowering places every state"
+            local = piece(old.detach(), s.layout, self.mesh, self.coordinate)
+            local = local.clone(memory_format=torch.contiguous_format)
+            new = nn.Parameter(self.dtensor(local, s.layout), requires_grad=old.requires_grad)
+            replaced.append((old, new))
+            for name in (s.name, *s.aliases):
+                path, _, leaf = name.rpartition(".")
+                owner = module.get_submodule(path) if path else module
+                owner._parameters[leaf] = new
+        _repoint_optimizers(replaced)
+
+
+def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
+    """Let optimizers made before the first call step the new parameters.
+
+    torch calls the hook before every optimizer step of the process. Old parameters are held weakly:
+    one that no optimizer holds is gone, and its id may belong to another tensor.
+    """
+    table: WeakTensorKeyDictionary[Tensor] = WeakTensorKeyDictionary()
+    for old, new in replaced:
+        if old.grad is not None and is_whole(old.grad):
+            old.grad = None  # a gradient of before; DTensor parameters start without
+        table[old] = new
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not len(table):
+            handle.remove()
+            return
+        for group in optimizer.param_groups:
+            for i, p in enumerate(group["params"]):
+                new = table.get(p)
+                if new is None:
+                    continue
+                group["params"][i] = new
+                if p in optimizer.state:
+                    optimizer.state[new] = {
+                        k: _like_parameter(v, p, new) for k, v in optimizer.state.pop(p).items()
+                    }
+
+    handle = register_optimizer_step_pre_hook(hook)
+
+
+def _like_parameter(value: Any, old: Tensor, new: Any) -> Any:
+    """Optimizer state of a whole parameter, cut like its DTensor."""
+    if not isinstance(value, Tensor) or value.shape != old.shape or value.dim() == 0:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, new.device_mesh, new.placements)
