@@ -79,6 +79,7 @@ for _row in COLLECTIVES.values():
     _arrow = "" if "->" in _row.schema else " -> Tensor"
     _library.define(f"{_row.name}{_row.schema}{_arrow}")
 _library.define("shift(Tensor index, str axis, int[] sizes) -> Tensor")
+_library.define("empty(Tensor[] xs, int[] shape, *, ScalarType dtype) -> Tensor")
 _library.define(
     "uniform(int[] shape, str layout, int site, *, ScalarType dtype, Device device) -> Tensor"
 )
@@ -138,6 +139,7 @@ _FAKES: dict[str, Any] = {
     "all_to_all": _exchanged,
     "all_reduce_bucket": lambda xs, axis: [_fresh(x) for x in xs],
     "shift": lambda index, axis, sizes: torch.empty_like(index),
+    "empty": lambda xs, shape, *, dtype: xs[0].new_empty(shape, dtype=dtype),
     "uniform": lambda shape, layout, site, *, dtype, device: torch.empty(
         shape, dtype=dtype, device=device
     ),
@@ -185,6 +187,20 @@ for _name, _row in COLLECTIVES.items():
         torch.library.register_autograd(
             f"autopar::{_name}", _adjoint(_name), setup_context=_setup, lib=_library
         )
+
+
+def _note_operands(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    ctx.operands = [(x.shape, x.dtype if x.is_floating_point() else None) for x in inputs[0]]
+
+
+def _nothing(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """No element of the result depends on an operand: all gradients are zero, and present."""
+    return [d and grad.new_zeros(shape, dtype=d) for shape, d in ctx.operands], None
+
+
+torch.library.register_autograd(
+    "autopar::empty", _nothing, setup_context=_note_operands, lib=_library
+)
 
 
 def collective_of(node: fx.Node) -> Collective | None:

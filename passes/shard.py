@@ -142,10 +142,26 @@ class _Lowering:
         ]
         if looked_up:
             new = self.lookup(node, spec, args, kwargs, *looked_up[0])
+        elif self.is_empty(node):
+            given: list[fx.Node] = []
+            fx.map_arg((args, kwargs), lambda n: given.append(n) or n)
+            shape, dtype = list(local.outputs[0]), node.meta["val"].dtype
+            new = self.graph.call_function(ops.empty.default, (given, shape), {"dtype": dtype})
         else:
             new = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore
         self.finish(node, new, info(node).layouts[0], node)
         set_info(new, dataclasses.replace(info(new), layouts=info(node).layouts))
+
+    def is_empty(self, node: fx.Node) -> bool:
+        """Whether this rank's piece of the result holds nothing.
+
+        Such calls are not made: many kernels refuse empty operands or forget that a gradient
+        depends on them, and then this rank would miss collectives that the others enter.
+        """
+        if not isinstance(node.meta["val"], Tensor) or not tensor_inputs(node):
+            return False
+        layout = info(node).layouts[0]
+        return 0 in layout.local_shape(self.mesh, self.coordinate) and 0 not in layout.shape
 
     def factor_sizes(self, spec: Spec, choice: Mapping[str, str]) -> dict[str, int]:
         """Local size of every factor; a merged cut counts as its first factor."""

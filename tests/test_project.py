@@ -26,6 +26,7 @@ ORDER = [
     {"codegen"},
     {"compiled"},
     {"report", "mutation"},
+    {"batch", "parameters"},
     {"module"},
     {"api"},
     {"verification"},
@@ -34,7 +35,7 @@ ORDER = [
 ANYWHERE = {"compat"}  # may be imported by all, imports nothing of autopar
 INWARD = {"rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
-RUNTIME_USERS = {"module", "verification", "api", "__main__", "__init__"}
+RUNTIME_USERS = {"batch", "parameters", "module", "verification", "api", "__main__", "__init__"}
 ALONE = {"testing"}
 
 

@@ -289,6 +289,10 @@ class Communicator:
         """`index` counted from the start of this rank's piece."""
         return index - sum(sizes[: self.coordinate[axis]])
 
+    def empty(self, xs: Sequence[Tensor], shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """What a call on empty pieces gives; its operands are named to keep their collectives."""
+        return xs[0].new_empty(shape, dtype=dtype)
+
     # ---- random numbers
 
     def uniform(
