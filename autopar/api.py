@@ -92,7 +92,7 @@ def parallelize(
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     module = ParallelModule(
         model, grid, compile_step, batch=chosen.batch, seed=chosen.seed,
-        batch_dims=chosen.batch_dims, device_mesh=device_mesh,
+        batch_dims=chosen.batch_dims, backend=chosen.backend, device_mesh=device_mesh,
     )  # fmt: skip
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.program import Phases, info
 
-__all__ = ["generate", "load"]
+__all__ = ["Functions", "generate", "load"]
 
 _PREAMBLE = '''\
 """{title}

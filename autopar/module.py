@@ -14,13 +14,14 @@ from torch import Tensor, fx, nn
 
 from autopar.batch import Batch, Rows
 from autopar.capture import Arguments, bind_arguments, skeleton
-from autopar.codegen import generate, load
+from autopar.codegen import Functions, generate, load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
+from autopar.inductor import compiled_functions
 from autopar.layout import Layout, Mesh
 from autopar.parameters import Placer, is_whole, state
-from autopar.program import State
+from autopar.program import Phases, State
 from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.executor import Executor
 
@@ -51,9 +52,13 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, compile_step: Compile, *, batch: str, seed: int,
-        batch_dims: Mapping[str, int | None], device_mesh: Any = None,
+        batch_dims: Mapping[str, int | None], backend: str = "eager",
+        device_mesh: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if backend not in ("eager", "inductor"):
+            raise InputError(f"backend={backend!r}", expected="'eager' or 'inductor'")
+        self._backend = backend
         self.__dict__["_model"] = model
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
@@ -152,9 +157,7 @@ class ParallelModule(nn.Module):
         whole = self._batch.whole(arguments, rows, self._mode)
         compiled = self._compile_step(bones, whole, grad, self._comm.rank)
         phases = compiled.of(self._comm.rank)
-        source = generate(phases, compiled.title)
-        name = f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>"
-        functions = load(source, name)
+        functions = self._functions(phases, compiled.title)
         states = list(phases.program.states)
         if not self._bound:
             self._placer.bind(self, states)
@@ -171,6 +174,12 @@ class ParallelModule(nn.Module):
         layouts = [i.layout for i in phases.program.inputs]
         assert all(x is not None for x in layouts), "lowering places every input"
         return _Entry(compiled, executor, layouts, states)  # type: ignore[arg-type]
+
+    def _functions(self, phases: Phases, title: str) -> Functions:
+        if self._backend == "inductor":
+            return compiled_functions(phases, self._comm)
+        source = generate(phases, title)
+        return load(source, f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>")
 
     def _local(self, name: str, compiled: Compiled) -> Tensor:
         if name.startswith("constant."):

@@ -26,7 +26,7 @@ ORDER = [
     {"codegen"},
     {"compiled"},
     {"report", "mutation"},
-    {"batch", "parameters"},
+    {"batch", "inductor", "parameters"},
     {"module"},
     {"api"},
     {"verification"},
@@ -35,7 +35,7 @@ ORDER = [
 ANYWHERE = {"compat"}  # may be imported by all, imports nothing of autopar
 INWARD = {"rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
-RUNTIME_USERS = {"batch", "parameters", "module", "verification", "api", "__main__", "__init__"}
+RUNTIME_USERS = {"batch", "inductor", "parameters", "module", "verification", "api", "__main__", "__init__"}
 ALONE = {"testing"}
 
 

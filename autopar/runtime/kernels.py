@@ -1,0 +1,50 @@
+"""Operator forms of the collectives, for backends that run graphs rather than generated Python.
+
+An operator knows its communicator by the name before the colon in its axis or layout argument,
+as torch's own functional collectives know their process group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.collectives import COLLECTIVES
+from autopar.runtime.communicator import Communicator
+
+__all__ = ["bind"]
+
+_OTHERS = ("shift", "uniform", "keep_mask")
+_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+_library = torch.library.Library("autopar", "IMPL")
+
+
+def _kernel(name: str, position: int) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        owner, _, rest = args[position].partition(":")
+        args = (*args[:position], rest, *args[position + 1 :])
+        return getattr(_communicators[owner], name)(*args, **kwargs)
+
+    return run
+
+
+for _name in (*COLLECTIVES, *_OTHERS):
+    _library.impl(_name, _kernel(_name, 1), "CompositeExplicitAutograd")
+
+
+def bind(gm: fx.GraphModule, comm: Communicator) -> fx.GraphModule:
+    """A copy of `gm` whose collectives run on `comm`; it must be kept alive by the caller."""
+    owner = f"c{id(comm)}"
+    _communicators[owner] = comm
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    out = graph.graph_copy(gm.graph, mapping)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+        if str(new.target).startswith("autopar."):
+            new.args = (new.args[0], f"{owner}:{new.args[1]}", *new.args[2:])
+    graph.output(out)
+    return fx.GraphModule(torch.nn.Module(), graph)
