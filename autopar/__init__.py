@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from autopar.module import ParallelModule
     from autopar.verification import verify
 
-__all__ = ["Compiled", "Mesh", "ParallelModule", "compile", "mesh", "parallelize", "rules", "verify"]
+__all__ = [
+    "Compiled",
+    "Mesh",
+    "ParallelModule",
+    "compile",
+    "mesh",
+    "parallelize",
+    "rules",
+    "verify",
+]
 
 _HOMES = {
     "Compiled": "autopar.compiled",

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree
 from autopar.errors import CaptureError, InputError
 from autopar.layout import Mesh
-from autopar.program import Input, NodeInfo, Output, Program, State, set_info
+from autopar.program import Input, NodeInfo, Output, Program, State, copied, set_info
 
 __all__ = ["Arguments", "as_call", "bind_arguments", "capture", "empty_like", "skeleton"]
 
@@ -69,7 +69,9 @@ def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Argument
         InputError: no argument is a tensor.
     """
     paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    names, tensors, leaves = [], [], []
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    leaves: list[Any] = []
     for path, leaf in paths:
         if isinstance(leaf, Tensor):
             words = re.findall(r"[\w]+", "".join(str(k) for k in path[1:]))
@@ -207,8 +209,7 @@ def _capture_error(error: Exception) -> CaptureError:
             "The model takes a decision from tensor values, so it has no single graph.",
             where=where,
             expected="control flow that depends on shapes and Python values only",
-            hint="write the choice with torch.where or a mask, or move it out of forward "
-            f"({text})",
+            hint=f"write the choice with torch.where or a mask, or move it out of forward ({text})",
         )
     return CaptureError(
         f"The model could not be traced: {text}",
@@ -227,6 +228,7 @@ def _program(
             graph.erase_node(node)
     named = dict(traced.model.named_parameters(remove_duplicate=False))
     named_buffers = dict(traced.model.named_buffers(remove_duplicate=False))
+    every: dict[str, Any] = {**named, **named_buffers}
     by_id: dict[int, list[str]] = {}
     for name, tensor in (*named.items(), *named_buffers.items()):
         by_id.setdefault(id(tensor), []).append(name)
@@ -245,7 +247,7 @@ def _program(
             continue
         target = str(spec.target)
         fqn = target.removeprefix("model.")
-        tensor = named.get(fqn, named_buffers.get(fqn))
+        tensor = every.get(fqn)
         if tensor is None:
             tensor = exported.constants[target]
             fqn = f"constant.{target}"
@@ -269,9 +271,9 @@ def _program(
                 tuple(names[1:]),
             )
         )
-    for name in by_id.values():
-        for alias in name:
-            fqn_of.setdefault(f"model.{alias}", name[0])
+    for names in by_id.values():
+        for alias in names:
+            fqn_of.setdefault(f"model.{alias}", names[0])
 
     out_node = graph.output_node()
     results: list[fx.Node] = []
@@ -327,12 +329,9 @@ def _program(
 
 def _clean_copy(graph: fx.Graph) -> fx.Graph:
     """The graph with only what the compiler uses in `meta`."""
-    new = fx.Graph()
-    val_map: dict[fx.Node, fx.Node] = {}
-    out = new.graph_copy(graph, val_map)
-    for old, node in val_map.items():
-        node.meta = {k: old.meta[k] for k in ("val", "autopar") if k in old.meta}
-    new.output(out)
+    new, mapping = copied(graph)
+    for node in (*mapping.values(), new.output_node()):
+        node.meta = {k: node.meta[k] for k in ("val", "autopar") if k in node.meta}
     return new
 
 
@@ -349,12 +348,13 @@ def _inline_submodules(gm: fx.GraphModule) -> None:
         _inline_submodules(body)
         operands = node.args[body_at + 1 :]
         no_grad = "set_grad_enabled" in str(node.target) and node.args[0] is False
-        mapping = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), operands))
+        inner_inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        mapping = dict(zip(inner_inputs, operands, strict=True))
         with gm.graph.inserting_before(node):
             for inner in body.graph.nodes:
                 if inner.op in ("placeholder", "output"):
                     continue
-                mapping[inner] = gm.graph.node_copy(inner, lambda n: mapping[n])
+                mapping[inner] = gm.graph.node_copy(inner, mapping.__getitem__)
                 mapping[inner].meta = dict(inner.meta)
             outs = body.graph.output_node().args[0]
             values = [mapping[o] for o in (outs if isinstance(outs, (list, tuple)) else [outs])]

@@ -87,7 +87,5 @@ def _allowed(name: str, grad: bool) -> set[tuple[str, str]]:
     pairs = {(row.takes, row.gives)}
     if not grad:  # R and V are the same without gradients
         swap = {"R": "RV", "V": "RV"}
-        pairs = {
-            (a, b) for x, y in pairs for a in swap.get(x, x) for b in swap.get(y, y)
-        }
+        pairs = {(a, b) for x, y in pairs for a in swap.get(x, x) for b in swap.get(y, y)}
     return pairs

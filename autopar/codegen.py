@@ -69,7 +69,9 @@ def _function(name: str, graph: fx.Graph, comments: list[str], n_results: int) -
     place = ""
     for node in body:
         record = info(node)
-        here = " ".join(w for w in (record.module, f"({record.source})" if record.source else "") if w)
+        here = " ".join(
+            w for w in (record.module, f"({record.source})" if record.source else "") if w
+        )
         if here and here != place:
             lines.append(f"    # {here}")
             place = here

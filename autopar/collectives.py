@@ -74,7 +74,7 @@ COLLECTIVES: dict[str, Collective] = {
     )
 }
 
-_library = torch.library.Library("autopar", "DEF")
+_library: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
 for _row in COLLECTIVES.values():
     _arrow = "" if "->" in _row.schema else " -> Tensor"
     _library.define(f"{_row.name}{_row.schema}{_arrow}")
@@ -83,9 +83,7 @@ _library.define("empty(Tensor[] xs, int[] shape, *, ScalarType dtype) -> Tensor"
 _library.define(
     "uniform(int[] shape, str layout, int site, *, ScalarType dtype, Device device) -> Tensor"
 )
-_library.define(
-    "keep_mask(int[] shape, str layout, int site, float p, *, Device device) -> Tensor"
-)
+_library.define("keep_mask(int[] shape, str layout, int site, float p, *, Device device) -> Tensor")
 
 
 def _resized(x: Tensor, dim: int, length: int) -> Tensor:
@@ -98,9 +96,7 @@ def _gathered(x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) 
     return _resized(x, dim, outer * sum(sizes))
 
 
-def _cut(
-    x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
-) -> Tensor:
+def _cut(x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int) -> Tensor:
     return _resized(x, dim, outer * local)
 
 
@@ -189,7 +185,9 @@ for _name, _row in COLLECTIVES.items():
         )
 
 
-def _note_operands(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+def _note_operands(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
     ctx.operands = [(x.shape, x.dtype if x.is_floating_point() else None) for x in inputs[0]]
 
 
@@ -219,4 +217,4 @@ def moved_bytes(node: fx.Node, axis_size: int) -> float:
     else:
         values = [node.meta["val"] if row.takes == "S" else node.args[0].meta["val"]]  # type: ignore
     total = sum(math.prod(v.shape) * v.dtype.itemsize for v in values)
-    return row.factor * (axis_size - 1) / axis_size * total
+    return float(row.factor * (axis_size - 1) / axis_size * total)

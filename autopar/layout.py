@@ -160,9 +160,7 @@ class Layout:
 
     def local_shape(self, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the piece at `coordinate`."""
-        return tuple(
-            math.prod(a.local_sizes(mesh, coordinate) for a in dim) for dim in self.dims
-        )
+        return tuple(math.prod(a.local_sizes(mesh, coordinate) for a in dim) for dim in self.dims)
 
     @cached_property
     def sharded(self) -> dict[str, tuple[int, int]]:

@@ -226,7 +226,8 @@ def _own_rows(value: Tensor, rows: Rows) -> None:
         )
     if value.requires_grad:
         share = rows.mine / rows.total
-        value.register_hook(lambda g: g * share)
+        hooked: Any = value
+        hooked.register_hook(lambda g: g * share)
 
 
 def _communicator(mesh: Mesh) -> Communicator:

@@ -288,6 +288,7 @@ def _scaled(factor: float) -> Change:
 _LINEAR = (
     aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten.permute, aten.neg,
     aten.clone, aten.expand, aten.unsqueeze, aten.squeeze, aten.select, aten.slice, aten._to_copy,
+    aten.where,  # a mask over zeros
 )  # fmt: skip
 
 
@@ -297,6 +298,7 @@ def _late(graph: fx.Graph, node: fx.Node) -> bool:
         val = user.meta.get("val")
         same = isinstance(val, torch.Tensor) and val.shape == node.meta["val"].shape
         linear = getattr(user.target, "overloadpacket", None) in _LINEAR
+        linear = linear or "backward" in str(user.target)  # in the gradient that is reduced
         if user.op != "call_function" or not same or linear or collective_of(user) is not None:
             continue
         if user.target in (aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor):

@@ -120,7 +120,7 @@ def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
     torch calls the hook before every optimizer step of the process. Old parameters are held weakly:
     one that no optimizer holds is gone, and its id may belong to another tensor.
     """
-    table: WeakTensorKeyDictionary[Tensor] = WeakTensorKeyDictionary()
+    table: Any = WeakTensorKeyDictionary()
     for old, new in replaced:
         if old.grad is not None and is_whole(old.grad):
             old.grad = None  # a gradient of before; DTensor parameters start without

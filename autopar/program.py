@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from autopar.compat import pytree
-
 from autopar.layout import Layout, Mesh
 
 __all__ = [
@@ -27,7 +26,9 @@ __all__ = [
     "Program",
     "State",
     "call_text",
+    "copied",
     "info",
+    "nodes_in",
     "set_info",
     "tensor_inputs",
     "update_info",
@@ -144,14 +145,8 @@ class Program:
 
     def copy(self) -> Program:
         """A program with its own graph, so a pass can rewrite it."""
-        gm = fx.GraphModule(self.graph, fx.Graph())
-        new = fx.Graph()
-        out = new.graph_copy(self.graph.graph, val_map := {})
-        for old, node in val_map.items():
-            node.meta = dict(old.meta)
-        new.output(out)
-        gm.graph = new
-        return self.replace(graph=gm)
+        graph, _ = copied(self.graph.graph)
+        return self.replace(graph=fx.GraphModule(self.graph, graph))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +173,40 @@ class Phases:
         return dataclasses.replace(self, **changes)
 
 
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of `graph` with its records, and the copy of each node."""
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    out = new.graph_copy(graph, mapping)
+    for before, after in mapping.items():
+        after.meta = dict(before.meta)
+    new.output(out)
+    new.output_node().meta = dict(graph.output_node().meta)
+    return new, mapping
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """Nodes in nested arguments, in order, repeated ones repeated."""
+    found: list[fx.Node] = []
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.map_arg(value, note)
+    return found
+
+
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """Tensor operands of `node`, in argument order, repeated operands repeated."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    found = nodes_in((node.args, node.kwargs))
     return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that `node` yields."""
     val = node.meta["val"]
-    return [val] if isinstance(val, torch.Tensor) else [v for v in val]
+    return [val] if isinstance(val, torch.Tensor) else list(val)
 
 
 def call_text(node: fx.Node) -> str:

@@ -340,9 +340,7 @@ def _sequence(phase: str, want: list[_Entry], have: list[_Entry]) -> list[str]:
         b = have[i] if i < len(have) else None
         if a is None or b is None or a.key != b.key:
             at = b.node if b is not None else a.node if a is not None else ""
-            return [
-                f"{phase}: collective {i} is {b or 'missing'}, expected {a or 'none'}: {at}"
-            ]
+            return [f"{phase}: collective {i} is {b or 'missing'}, expected {a or 'none'}: {at}"]
     return []
 
 
@@ -480,7 +478,9 @@ def _tails(phases: Phases) -> list[str]:
             continue
         shape = tuple(grad.meta["val"].shape) if "val" in grad.meta else None
         if shape is not None and shape != tuple(node.meta["val"].shape):
-            problems.append(f"gradient of {name} is {list(shape)}, expected {list(node.meta['val'].shape)}")
+            problems.append(
+                f"gradient of {name} is {list(shape)}, expected {list(node.meta['val'].shape)}"
+            )
         want: list[str] = []
         while len(node.users) == 1 and _is(next(iter(node.users)), "vary"):
             node = next(iter(node.users))

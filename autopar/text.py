@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.compat import pytree
 from autopar.errors import AutoparError
 from autopar.layout import Layout, replicated
 from autopar.layout import mesh as make_mesh
@@ -47,26 +48,40 @@ def show(program: Program, coordinate: Mapping[str, int] | None = None) -> str:
     lines = [f"# level {program.level} on {program.mesh}{where}", "def program("]
     nodes = program.placeholders()
     for s in program.states:
-        words = ["parameter" if s.is_parameter else "buffer", *(["grad"] if s.requires_grad else [])]
+        words = [
+            "parameter" if s.is_parameter else "buffer",
+            *(["grad"] if s.requires_grad else []),
+        ]
         names = " = ".join((s.name, *s.aliases))
-        lines.append(f"    {s.node}: {_kind(nodes[s.node])},  # {' '.join(words)} {names}{_choice(nodes[s.node])}")
+        node = nodes[s.node]
+        lines.append(f"    {s.node}: {_kind(node)},  # {' '.join(words)} {names}{_choice(node)}")
     for i in program.inputs:
-        lines.append(f"    {i.node}: {_kind(nodes[i.node])},  # input {i.name}{_choice(nodes[i.node])}")
+        lines.append(
+            f"    {i.node}: {_kind(nodes[i.node])},  # input {i.name}{_choice(nodes[i.node])}"
+        )
     lines.append("):")
     for node in program.graph.graph.nodes:
         if node.op != "call_function":
             continue
         record = info(node)
-        notes = [" ".join(f"{a}={o}" for a, o in record.choice.items()), record.module, record.source]
+        notes = [
+            " ".join(f"{a}={o}" for a, o in record.choice.items()),
+            record.module,
+            record.source,
+        ]
         if record.site >= 0:
             notes.append(f"site {record.site}")
         remark = " · ".join(n for n in notes if n)
         line = f"    {node.name}: {_kind(node)} = {_call(node)}"
         lines.append(f"{line}  # {remark}" if remark else line)
     results = program.graph.graph.output_node().args[0]
-    lines.append(f"    return ({', '.join(r.name for r in results)},)")  # type: ignore[union-attr]
+    lines.append(f"    return ({', '.join(_value(r) for r in results)},)")  # type: ignore[union-attr]
     outputs = [
-        f"loss {o.index}" if o.is_loss else str(o.index) if o.index >= 0 else f"constant {o.constant!r}"
+        f"loss {o.index}"
+        if o.is_loss
+        else str(o.index)
+        if o.index >= 0
+        else f"constant {o.constant!r}"
         for o in program.outputs
     ]
     lines.append(f"# outputs {', '.join(outputs)}")
@@ -139,9 +154,7 @@ def parse(text: str) -> Program:
 class _Parser:
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
-        self.tree: Any = next(
-            n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)
-        )
+        self.tree: Any = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef))
         head = re.fullmatch(r"# level (\w+) on (.*?)(?: at (\{.*\}))?", self.lines[0])
         if head is None:
             raise ValueError(f"line 1: {self.lines[0]!r}")
@@ -185,13 +198,14 @@ class _Parser:
         outputs, mutated = self.tables()
         return Program(
             fx.GraphModule(nn.Module(), self.graph), self.mesh, self.level, tuple(states),
-            tuple(inputs), outputs, None, mutated,
+            tuple(inputs), outputs, pytree.tree_structure(None), mutated,
         )  # fmt: skip
 
     def annotate(self, node: fx.Node, text: str) -> list[tuple[torch.dtype, Layout]]:
         """Give `node` its value from an annotation; returns (dtype, layout) of each result."""
         many = text.startswith("(")
-        found, values = [], []
+        found: list[tuple[torch.dtype, Layout]] = []
+        values: list[Tensor | None] = []
         for part in text.strip("()").split("; ") if many else [text]:
             match = re.fullmatch(r"(\w+?)(\[.*)", part)
             if match is None:

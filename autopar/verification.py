@@ -215,7 +215,7 @@ def run_eager(
         opt.zero_grad()
         out = model(*args, **kwargs)
         value = _first_scalar(loss(out, targets) if loss is not None else out)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         trace.losses.append(value.detach().clone())
         trace.grads.append({n: _clone(p.grad) for n, p in named.items()})
@@ -293,7 +293,7 @@ def run_virtual(
             values = [local[s.name].detach() for s in program.states]
             results = executor.run([*values, *inputs], list(params.values()))
             loss = _loss(results, phases)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             for name, index in program.mutated:
                 local[name] = results[index].detach().clone()
             grads = {n: _clone(p.grad) for n, p in params.items()}
@@ -428,5 +428,3 @@ def caught_virtually(
         return type(error).__name__
     rows = compare(have, want, tolerance(compiled))
     return "" if all(r.ok for r in rows) else "virtual"
-
-

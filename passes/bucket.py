@@ -6,11 +6,10 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.collectives import ops
-from autopar.program import Phases
+from autopar.program import Phases, copied
 
 __all__ = ["Bucket"]
 
@@ -34,12 +33,8 @@ class Bucket:
     def run(self, phases: Phases) -> Phases:
         """Rewrite the backward graph."""
         old = phases.backward
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        out = graph.graph_copy(old.graph, mapping)
-        for before, after in mapping.items():
-            after.meta = dict(before.meta)
-        graph.output(out)
+        graph, _ = copied(old.graph)
+        out: Any = graph.output_node().args[0]
         order = {n: i for i, n in enumerate(graph.nodes)}
         open_buckets: dict[Any, list[tuple[fx.Node, list[fx.Node]]]] = {}
         sizes: dict[Any, int] = {}

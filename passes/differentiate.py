@@ -111,7 +111,9 @@ class _Request:
         out = self.target(*_filled(self.args, operands), **_filled(self.kwargs, operands))
         return [out] if isinstance(out, Tensor) else list(out)
 
-    def joint(self, operands: list[Tensor], cotangents: list[Tensor]) -> tuple[list[Any], list[Any]]:
+    def joint(
+        self, operands: list[Tensor], cotangents: list[Tensor]
+    ) -> tuple[list[Any], list[Any]]:
         """Results, and gradients of the operands that need one."""
         values = [
             v.detach().requires_grad_(True) if g else v
@@ -138,7 +140,8 @@ class _Traces:
     def request(self, node: fx.Node, operands: list[Tensor]) -> _Request:
         """The call at `node` on fake operands, nothing differentiated."""
         index = {n: i for i, n in enumerate(node.all_input_nodes)}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(index[n]))
+        refer: Any = lambda n: _Ref(index[n])  # noqa: E731
+        args, kwargs = fx.map_arg((node.args, node.kwargs), refer)
         none = (False,) * len(operands)
         return _Request(node.target, args, kwargs, tuple(operands), none, (), ())
 
@@ -363,10 +366,11 @@ class _Stringing:
 
     def plain(self, node: fx.Node) -> None:
         """Append a call without gradient as it is."""
-        if node.target is operator.getitem and isinstance(self.value[node.args[0]], tuple):
-            self.value[node] = self.value[node.args[0]][node.args[1]]  # type: ignore[index]
+        source: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(self.value[source], tuple):
+            self.value[node] = self.value[source][node.args[1]]
         elif node.target in _TRANSPARENT:
-            self.value[node] = self.value[node.args[0]]  # type: ignore[index]
+            self.value[node] = self.value[source]
         else:
             new = self.graph.node_copy(node, lambda n: self.value[n])
             new.meta = {"val": self.fakes[node]}
@@ -426,7 +430,9 @@ class _Stringing:
         seeds = tuple(c.meta["val"] for c in cotangents)
         found = self.traces.of(dataclasses.replace(request, cotangents=seeds))
         if found is not trace:  # the same forward part, other strides in the backward part
-            same = zip((*found.inputs, *found.forward), (*trace.inputs, *trace.forward), strict=True)
+            same = zip(
+                (*found.inputs, *found.forward), (*trace.inputs, *trace.forward), strict=True
+            )
             mapping.update([(new, mapping[old]) for new, old in same])
         mapping.update(zip(found.tangents, cotangents, strict=True))
         record = dataclasses.replace(info(node), origin=node.name, layouts=())

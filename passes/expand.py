@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.rules.factors import specs
 from autopar.passes.normalize import mark_gradients
 from autopar.passes.splice import Splicer
 from autopar.program import Program, info
 from autopar.rules import find
+from autopar.rules.factors import specs
 
 __all__ = ["Expand"]
 

@@ -67,7 +67,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     else:
         return
     with graph.inserting_before(node):
-        new = graph.call_function(target, args, dict(product.kwargs))  # type: ignore[arg-type]
+        new = graph.call_function(target, args, dict(product.kwargs))
     new.meta = dict(node.meta)
     set_info(new, info(node))
     node.replace_all_uses_with(new)

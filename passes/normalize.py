@@ -98,7 +98,8 @@ def _is_float(node: fx.Node) -> bool:
 def _keep(like: Tensor, p: float, shape: list[int] | None = None) -> Tensor:
     size = list(like.shape) if shape is None else shape
     text = f"[{', '.join(map(str, size))}]"
-    return torch.ops.autopar.keep_mask(size, text, 0, p, device=like.device)
+    mask: Tensor = torch.ops.autopar.keep_mask(size, text, 0, p, device=like.device)
+    return mask
 
 
 def _drop_out(x: Tensor, p: float) -> Tensor:
@@ -123,8 +124,8 @@ def _dropout(splicer: Splicer, node: fx.Node) -> None:
 
 
 def _native_dropout(splicer: Splicer, node: fx.Node) -> None:
-    x, p = node.args[0], node.args[1]
-    train = node.args[2] if len(node.args) > 2 else True
+    x, p, train = [*node.args, True][:3]
+    assert isinstance(p, float), "the probability is a number"
 
     def both(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         keep = _keep(x, p)
@@ -144,12 +145,14 @@ def _random(splicer: Splicer, node: fx.Node) -> None:
     text = f"[{', '.join(map(str, shape))}]"
 
     def uniform() -> Tensor:
-        return torch.ops.autopar.uniform(shape, text, 0, dtype=dtype, device=device)
+        drawn: Tensor = torch.ops.autopar.uniform(shape, text, 0, dtype=dtype, device=device)
+        return drawn
 
     def draw(*operands: Any) -> Tensor:
         if kind == "bernoulli":
             p = operands[0] if len(operands) < 2 or operands[1] is None else operands[1]
-            return (uniform() < p).to(dtype)
+            kept: Tensor = uniform() < p
+            return kept.to(dtype)
         if kind.startswith("randn"):  # Box and Muller 1958
             radius = (-2.0 * torch.log1p(-uniform())).sqrt()
             return radius * torch.cos(2.0 * math.pi * uniform())
@@ -162,7 +165,8 @@ def _random(splicer: Splicer, node: fx.Node) -> None:
 
 def _fake_source(node: fx.Node) -> fx.Node:
     """Some tensor of the graph, so a function without operands can be traced on its fake mode."""
-    return next(n for n in node.graph.nodes if n.op == "placeholder")
+    source: fx.Node = next(n for n in node.graph.nodes if n.op == "placeholder")
+    return source
 
 
 def _attention(splicer: Splicer, node: fx.Node) -> None:
@@ -172,7 +176,12 @@ def _attention(splicer: Splicer, node: fx.Node) -> None:
         return
 
     def math_attention(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
         gqa: bool,
     ) -> Tensor:
         if gqa:
@@ -220,7 +229,7 @@ def _convolution(splicer: Splicer, node: fx.Node) -> None:
     bias = call.arguments.get("bias")
     if bias is None:
         return
-    fn: Callable[..., Any] = node.target  # type: ignore[assignment]
+    fn: Callable[..., Tensor] = node.target  # type: ignore[assignment]
     space = len(call.shape("weight") or ()) - 2
     rest = node.args[3:]
 
@@ -250,7 +259,7 @@ def _cross_entropy(splicer: Splicer, node: fx.Node) -> None:
     ignore, smoothing = call["ignore_index"], call["label_smoothing"]
 
     def loss(x: Tensor, t: Tensor, w: Tensor | None) -> Tensor:
-        total = aten.cross_entropy_loss.default(x, t, w, _SUM, ignore, smoothing)
+        total: Tensor = aten.cross_entropy_loss.default(x, t, w, _SUM, ignore, smoothing)
         if t.is_floating_point():
             return total / (x.numel() / x.shape[1 if x.dim() > 1 else 0])
         return total / _count(t, w, ignore, total.dtype)
@@ -272,7 +281,7 @@ def _nll(splicer: Splicer, node: fx.Node) -> None:
     call = Call.of(node)
     if call["reduction"] != _MEAN:
         return
-    fn: Callable[..., Any] = node.target  # type: ignore[assignment]
+    fn: Callable[..., Tensor] = node.target  # type: ignore[assignment]
     ignore = call["ignore_index"]
 
     def loss(x: Tensor, t: Tensor, w: Tensor | None) -> Tensor:
@@ -288,7 +297,7 @@ def _mean_loss(splicer: Splicer, node: fx.Node) -> None:
         return
     values = dict(call.arguments)
     operands = {n: v for n, v in values.items() if isinstance(v, fx.Node)}
-    fn: Callable[..., Any] = node.target  # type: ignore[assignment]
+    fn: Callable[..., Tensor] = node.target  # type: ignore[assignment]
     schema = node.target._schema.arguments  # type: ignore[union-attr]
 
     def loss(*tensors: Tensor) -> Tensor:
@@ -385,7 +394,11 @@ _HANDLERS: dict[str, Handler] = {
             _mean_loss,
         ),
         ("split.Tensor split_with_sizes.default chunk.default", _equal_split),
-        ("view.default reshape.default _unsafe_view.default squeeze.default squeeze.dim squeeze.dims", _view),
+        (
+            "view.default reshape.default _unsafe_view.default squeeze.default squeeze.dim "
+            "squeeze.dims",
+            _view,
+        ),
         ("copy.default", _copy),
         ("expand.default", _expand),
         ("repeat_interleave.self_int", _repeat_interleave),

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from autopar.collectives import ops
 from autopar.errors import PlanError
 from autopar.layout import Layout, Mesh, chunk_sizes
-from autopar.rules.factors import producer, specs
-from autopar.program import NodeInfo, Program, call_text, info, set_info, tensor_inputs
+from autopar.program import NodeInfo, Program, call_text, info, nodes_in, set_info, tensor_inputs
 from autopar.rules import Local, Spec
+from autopar.rules.factors import producer, specs
 
 __all__ = ["Shard"]
 
@@ -79,12 +79,8 @@ class _Lowering:
             elif node.op == "output":
                 outputs = self.outputs(node)
         layout_of = {n.name: self.layouts[n] for n in program.placeholders().values()}
-        states = tuple(
-            dataclasses.replace(s, layout=layout_of[s.node]) for s in program.states
-        )
-        inputs = tuple(
-            dataclasses.replace(i, layout=layout_of[i.node]) for i in program.inputs
-        )
+        states = tuple(dataclasses.replace(s, layout=layout_of[s.node]) for s in program.states)
+        inputs = tuple(dataclasses.replace(i, layout=layout_of[i.node]) for i in program.inputs)
         gm = fx.GraphModule(nn.Module(), self.graph)
         return program.replace(
             graph=gm, level="spmd", states=states, inputs=inputs, outputs=outputs
@@ -126,9 +122,7 @@ class _Lowering:
         )
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(operands))
         local = Local(
-            tuple(
-                layout.local_shape(self.mesh, self.coordinate) for layout in info(node).layouts
-            ),
+            tuple(layout.local_shape(self.mesh, self.coordinate) for layout in info(node).layouts),
             self.factor_sizes(spec, choice),
         )
         if spec.adjust is not None:
@@ -143,8 +137,7 @@ class _Lowering:
         if looked_up:
             new = self.lookup(node, spec, args, kwargs, *looked_up[0])
         elif self.is_empty(node):
-            given: list[fx.Node] = []
-            fx.map_arg((args, kwargs), lambda n: given.append(n) or n)
+            given = nodes_in((args, kwargs))
             shape, dtype = list(local.outputs[0]), node.meta["val"].dtype
             new = self.graph.call_function(ops.empty.default, (given, shape), {"dtype": dtype})
         else:
@@ -174,7 +167,7 @@ class _Lowering:
             total = math.prod(sizes[p] for p in parts)
             k = self.mesh.sizes[axis]
             sizes[parts[0]] = chunk_sizes(total, k)[self.coordinate[axis]]
-            sizes.update({p: 1 for p in parts[1:]})
+            sizes.update(dict.fromkeys(parts[1:], 1))
         return sizes
 
     def lookup(
@@ -183,8 +176,7 @@ class _Lowering:
         """Look indices up in this rank's range; others give zero, so the result is partial."""
         position = spec.lookup[factor]
         old_index = tensor_inputs(node)[position]
-        nodes: list[fx.Node] = []
-        fx.map_arg((args, kwargs), lambda n: nodes.append(n) or n)
+        nodes = nodes_in((args, kwargs))
         index = nodes[position]
         inner = math.prod(  # indices count whole dims, pieces count the cut factor
             spec.sizes[f] for dim in spec.inputs[0] if factor in dim for f in dim if f != factor

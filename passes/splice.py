@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.compat import detect_fake_mode, make_fx
-from autopar.program import NodeInfo, info, set_info
+from autopar.program import NodeInfo, info, nodes_in, set_info
 
 __all__ = ["Splicer"]
 
@@ -50,9 +50,7 @@ class _Planned:
 
     def operands(self) -> list[fx.Node]:
         """Distinct operands in argument order."""
-        found: list[fx.Node] = []
-        fx.map_arg((self.args, self.kwargs), lambda n: found.append(n) or n)  # type: ignore
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(nodes_in((self.args, self.kwargs))))
 
     def run(self, values: list[Any]) -> Any:
         """Call the function on values of the operands."""

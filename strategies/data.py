@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import BatchError
-from autopar.rules.factors import specs
 from autopar.program import Program, info, update_info
+from autopar.rules.factors import specs
 from autopar.strategies.follow import Follow
 
 __all__ = ["Data"]

@@ -14,8 +14,8 @@ from torch import fx
 
 from autopar.layout import Layout, Mesh, chunk_sizes
 from autopar.program import Program, info, tensor_inputs, update_info
-from autopar.rules.factors import producer, specs
 from autopar.rules import Spec
+from autopar.rules.factors import producer, specs
 
 __all__ = ["Follow", "cuttable"]
 

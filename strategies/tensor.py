@@ -126,9 +126,7 @@ class _Problem:
             np.array(self.cost) * scale * 1e3,
             integrality=np.array(self.integer),
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(
-                matrix, np.array(self.rows.low), np.array(self.rows.high)
-            ),
+            constraints=LinearConstraint(matrix, np.array(self.rows.low), np.array(self.rows.high)),
             options={"time_limit": self.strategy.time_limit_s, "mip_rel_gap": 1e-6},
         )
         if result.x is None:
@@ -226,9 +224,7 @@ class _Problem:
 
     def splits_work(self, node: fx.Node, spec: Spec, factor: str) -> bool:
         """Whether cutting `factor` splits the parameters of a product (or just the product)."""
-        weights = [
-            i for i, operand in enumerate(tensor_inputs(node)) if self.parameter(operand)
-        ]
+        weights = [i for i, operand in enumerate(tensor_inputs(node)) if self.parameter(operand)]
         parts = set(factor.split("+"))
         return all(parts <= spec.factors_of(spec.inputs[i]) for i in weights)
 
@@ -354,7 +350,8 @@ class _Problem:
     def output_marks(self, made: dict[Mark, list[int]], value: fx.Node) -> dict[Mark, list[int]]:
         """Results leave whole (losses, buffers) or as they are."""
         whole = value.meta["val"].dim() == 0
-        return {a: [] for a in made if a[0] == "S" and not whole} | {("R",): []}
+        marks: dict[Mark, list[int]] = {a: [] for a in made if a[0] == "S" and not whole}
+        return {**marks, ("R",): []}
 
     def value_bytes(self, val: Tensor, node: fx.Node) -> float:
         """Bytes of a value as the other axes have cut it."""
@@ -365,9 +362,7 @@ class _Problem:
                 cut *= self.mesh.sizes[axis]
         return total / cut
 
-    def conversion(
-        self, a: Mark, b: Mark, size: float, grad: bool, bucketed: bool
-    ) -> float | None:
+    def conversion(self, a: Mark, b: Mark, size: float, grad: bool, bucketed: bool) -> float | None:
         """Bytes moved to turn placement a into b, forward and backward; None: impossible.
 
         `bucketed`: the reduction of the gradient shares a message with others.
@@ -400,5 +395,3 @@ def _bad_pin(state: Any, pin: str) -> list[str]:
         f"{state.name} cannot be pinned to {pin}.",
         expected="'R' or 'S(dim)' with a dim of at least as many elements as the axis has ranks",
     )
-
-

@@ -13,9 +13,9 @@ from collections import deque
 from torch import Tensor, fx
 
 from autopar.program import Program, tensor_inputs
+from autopar.rules.families import refine
 from autopar.rules.registry import rule_of
 from autopar.rules.spec import Factors, Spec
-from autopar.rules.families import refine
 
 __all__ = ["Edge", "edges_of", "producer", "specs"]
 

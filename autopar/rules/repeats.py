@@ -104,5 +104,3 @@ def _best_run(sequence: np.ndarray, free: np.ndarray) -> tuple[int, int, int] | 
             if repeats >= 2 and (best is None or (saved, -period) > (best[0], -best[3])):
                 best = (saved, int(a), int(a + repeats * period), period)
     return None if best is None else (best[1], best[2], best[3])
-
-

@@ -50,7 +50,8 @@ class Executor:
             with torch.no_grad():
                 results, _ = self.forward(self.comm, self.device, values)
             return list(results)
-        return list(_Step.apply(self, values, *leaves))
+        apply: Any = _Step.apply
+        return list(apply(self, values, *leaves))
 
 
 class _Step(torch.autograd.Function):

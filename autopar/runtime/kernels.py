@@ -19,7 +19,7 @@ __all__ = ["bind"]
 
 _OTHERS = ("shift", "uniform", "keep_mask")
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-_library = torch.library.Library("autopar", "IMPL")
+_library: Any = torch.library.Library("autopar", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _kernel(name: str, position: int) -> Any:
@@ -41,10 +41,8 @@ def bind(gm: fx.GraphModule, comm: Communicator) -> fx.GraphModule:
     _communicators[owner] = comm
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    out = graph.graph_copy(gm.graph, mapping)
-    for old, new in mapping.items():
-        new.meta = dict(old.meta)
-        if str(new.target).startswith("autopar."):
-            new.args = (new.args[0], f"{owner}:{new.args[1]}", *new.args[2:])
-    graph.output(out)
+    graph.output(graph.graph_copy(gm.graph, mapping))
+    for node in mapping.values():
+        if str(node.target).startswith("autopar."):
+            node.args = (node.args[0], f"{owner}:{node.args[1]}", *node.args[2:])
     return fx.GraphModule(torch.nn.Module(), graph)
