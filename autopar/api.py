@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.capture import (
     Arguments,
@@ -15,22 +16,23 @@ from autopar.capture import (
     bind_arguments,
     capture,
     empty_like,
+    position_names,
     skeleton,
 )
 from autopar.check import check_annotated, check_global, check_spmd
 from autopar.compat import FakeTensorMode
 from autopar.compiled import Compiled, uneven_atoms
-from autopar.errors import PlanError, RuleError, VerificationError
-from autopar.layout import Mesh
+from autopar.errors import InputError, PlanError, RuleError, VerificationError
+from autopar.layout import Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.module import ParallelModule
 from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
 from autopar.passes.expand import Expand
 from autopar.passes.fuse import Fuse
-from autopar.passes.normalize import Normalize
+from autopar.passes.normalize import Normalize, is_normalized
 from autopar.passes.shard import Shard
-from autopar.program import Phases, Program, call_text
+from autopar.program import Phases, Program, call_text, tensor_inputs
 from autopar.rules import find
 from autopar.static import check_phases
 from autopar.strategies.data import Data
@@ -53,6 +55,16 @@ class Options:
     backend: str = "eager"
     seed: int = 0
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("batch", self.batch, ("global", "local")),
+            ("backend", self.backend, ("eager", "inductor")),
+        ):
+            if value not in known:
+                raise InputError(
+                    f"{name}={value!r} is not known.", expected=" or ".join(map(repr, known))
+                )
 
 
 def parallelize(
@@ -81,13 +93,13 @@ def parallelize(
         MeshError: mesh and world size differ, or the mesh text is wrong.
         CaptureError, RuleError, PlanError, BatchError: see autopar.errors.
     """
-    chosen = Options(**options)
-    grid = make_mesh(mesh)
+    chosen, grid = _options(options), make_mesh(mesh)
+    _strategies(grid, chosen)  # a wrong plan fails here, not at the first call
 
     def compile_step(
-        bones: nn.Module, arguments: Arguments, grad: bool, rank: int | None
+        bones: nn.Module, arguments: Arguments, grad: bool, rank: int, held: Mapping[str, Layout]
     ) -> Compiled:
-        return _compile(bones, arguments, grid, chosen, grad, rank)
+        return _compile(bones, arguments, grid, chosen, grad, rank, held)
 
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     module = ParallelModule(
@@ -96,7 +108,7 @@ def parallelize(
     )  # fmt: skip
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
-        module.entry(bind_arguments(args, kwargs))
+        module.entry(bind_arguments(args, kwargs, position_names(model)))
     return module
 
 
@@ -108,10 +120,23 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Any, **options: Any) ->
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = as_call(example_inputs)
-    arguments = bind_arguments(args, kwargs)
+    arguments = bind_arguments(args, kwargs, position_names(model))
     fakes = tuple(empty_like(t, mode) for t in arguments.tensors)
     bound = Arguments(arguments.names, fakes, arguments.leaves, arguments.spec)
-    return _compile(skeleton(model, mode), bound, make_mesh(mesh), Options(**options), True, None)
+    return _compile(skeleton(model, mode), bound, make_mesh(mesh), _options(options), True, None)
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    names = [f.name for f in fields(Options)]
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            raise TypeError(
+                f"parallelize has no option '{name}'."
+                + (f" Did you mean '{close[0]}'?" if close else "")
+                + f" Options: {', '.join(names)}."
+            )
+    return Options(**given)
 
 
 def _compile(
@@ -121,13 +146,22 @@ def _compile(
     options: Options,
     grad: bool,
     rank: int | None,
+    held: Mapping[str, Layout] | None = None,
 ) -> Compiled:
-    """Capture, annotate, lower and differentiate. `rank` limits it to the program of one rank."""
-    program = capture(bones, arguments, mesh, loss=options.loss)
+    """Capture, annotate, lower and differentiate.
+
+    Args:
+        rank: limits it to the program of one rank.
+        held: placements that parameters have already.
+    """
+    program = capture(bones, arguments, mesh, loss=options.loss, known=is_normalized)
     check_global(program, "capture")
     program = Normalize().run(program)
     check_global(program, "normalize")
     _check_rules(program, options.strict)
+    held = held or {}
+    placed = tuple(replace(s, layout=held.get(s.name)) for s in program.states)
+    program = program.replace(states=placed)
     for strategy in _strategies(mesh, options):
         strategy.annotate(program)
     program = Expand().run(program)
@@ -142,8 +176,23 @@ def _compile(
     device = arguments.tensors[0].device.type
     differentiate = Differentiate(device, gradients=grad)  # its traces serve all places
     for signature, coordinate in places.items():
-        compiled.phases[signature] = _lower(program, coordinate, options, differentiate)
+        phases = _lower(program, coordinate, options, differentiate)
+        compiled.phases[signature] = phases
+    _check_held(compiled, held)
     return compiled
+
+
+def _check_held(compiled: Compiled, held: Mapping[str, Layout]) -> None:
+    mesh = compiled.annotated.mesh
+    for s in compiled.of_any().program.states:
+        have = held.get(s.name)
+        if have is not None and s.layout is not None and s.layout.normal(mesh) != have.normal(mesh):
+            raise PlanError(
+                f"The program of this call wants {s.name} as {s.layout}, but it is held as {have}.",
+                expected="one placement of each parameter for all calls",
+                hint="make the module anew with parallelize, or use a strategy that keeps "
+                "State.layout where it is given",
+            )
 
 
 def _lower(
@@ -155,11 +204,11 @@ def _lower(
     has_loss = any(o.is_loss for o in program.outputs)
     rows = ("dp",) if options.batch == "local" else ()
     lowered = Shard(coordinate, whole_outputs=not has_loss, row_axes=rows).run(program)
-    check_spmd(lowered, "shard")
+    check_spmd(lowered, "shard", coordinate)
     lowered = Fuse().run(lowered)
-    check_spmd(lowered, "fuse")
+    check_spmd(lowered, "fuse", coordinate)
     phases = Bucket().run(differentiate.run(lowered))
-    problems = check_phases(phases, [coordinate])
+    problems = check_phases(phases)
     if problems:
         raise VerificationError("The generated program is wrong:\n  " + "\n  ".join(problems))
     return phases
@@ -168,7 +217,21 @@ def _lower(
 def _strategies(mesh: Mesh, options: Options) -> list[Any]:
     if options.strategy is not None:
         given = options.strategy
-        return list(given) if isinstance(given, (list, tuple)) else [given]
+        chosen = list(given) if isinstance(given, (list, tuple)) else [given]
+        for strategy in chosen:
+            if not hasattr(strategy, "annotate"):
+                raise PlanError(
+                    f"strategy={strategy!r} is not a strategy.",
+                    expected="an object with annotate(program), such as strategies.data.Data",
+                )
+            axis = getattr(strategy, "axis", None)
+            if axis is not None and axis not in mesh.names:
+                raise PlanError(
+                    f"{type(strategy).__name__} works on the axis '{axis}', which the mesh "
+                    f"'{mesh}' does not have.",
+                    expected=f"one of {', '.join(mesh.names)}",
+                )
+        return chosen
     made: list[Any] = []
     for axis in mesh.names:
         if axis == "dp":
@@ -178,6 +241,7 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
         else:
             raise PlanError(
                 f"There is no strategy for the mesh axis '{axis}'.",
+                where=f"mesh '{mesh}'",
                 expected="axes named dp (data) and tp (tensor)",
                 hint="rename the axis, or pass strategy=",
             )
@@ -191,15 +255,37 @@ def _check_rules(program: Program, strict: bool) -> None:
         if not known:
             missing.setdefault(str(node.target).replace("torch.ops.", ""), node)
     for name, node in missing.items():
-        row = f'autopar.rules.register("{name}", "a.. -> a..")'
+        row = _row(name, node)
+        advice = (
+            f"{row} computes it whole as now; take the '!' from each dim whose elements are "
+            "computed apart from each other, and ranks may share them"
+        )
         if strict:
             raise RuleError(
                 f"There is no rule for {name}.",
                 where=call_text(node),
-                hint=f"register one, for example: {row}",
+                expected="a row in the operation table for every operation (strict=True)",
+                hint=advice,
             )
         warnings.warn(
-            f"autopar has no rule for {name} ({call_text(node)}); it is computed on every rank. "
-            f"To cut it, register a rule, for example: {row}",
+            f"autopar has no rule for {name}; it is computed whole on every rank.\n"
+            f"  where:    {call_text(node)}\n  try:      {advice}",
             stacklevel=4,
         )
+
+
+def _row(name: str, node: Any) -> str:
+    """A row for an operation that keeps every dim whole; dims of the result's shape share names."""
+    letters = iter("abcdefghijklmnopqrstuvwxyz" * 4)
+    names: dict[tuple[int, ...], str] = {}
+
+    def side(values: list[Any]) -> str:
+        for v in values:
+            shape = tuple(v.shape)
+            names.setdefault(shape, " ".join(f"!{next(letters)}" for _ in shape))
+        return ", ".join(names[tuple(v.shape)] for v in values)
+
+    val = node.meta["val"]
+    results = [val] if isinstance(val, Tensor) else [v for v in val if isinstance(v, Tensor)]
+    left = side([n.meta["val"] for n in tensor_inputs(node)])
+    return f'autopar.rules.register("{name}", "{left} -> {side(results)}")'

@@ -121,21 +121,25 @@ class Batch:
         """
         if self.mesh.size == 1:
             return
-        mine = [_fingerprint(t) for t in arguments.tensors]
+        mine = {
+            n: _fingerprint(t) for n, t in zip(arguments.names, arguments.tensors, strict=True)
+        }
         everyone = self.comm.exchange(mine)
-        here = self.comm.coordinate.get(_DATA_AXIS)
-        for rank, theirs in enumerate(everyone):
-            together = self.ranks == 1 or self.mesh.coordinate(rank).get(_DATA_AXIS) == here
-            if together and theirs != mine:
-                bad = [n for n, a, b in zip(arguments.names, mine, theirs, strict=True) if a != b]
+        first: dict[int, int] = {}
+        for rank, theirs in enumerate(everyone):  # every rank finds the same pair and raises
+            at = self.mesh.coordinate(rank).get(_DATA_AXIS, 0) if self.ranks > 1 else 0
+            other = first.setdefault(at, rank)
+            ours = everyone[other]
+            bad = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]
+            if bad:
                 raise BatchError(
-                    f"Ranks {self.comm.rank} and {rank} were given different batches "
+                    f"Ranks {other} and {rank} were given different batches "
                     f"(batch={self.mode!r}).",
-                    where=", ".join(bad),
+                    where="argument " + ", ".join(bad),
                     expected="the same values on both ranks",
                     hint="pass batch='local' if every data-parallel rank loads its own rows"
                     if self.mode == "global"
-                    else "ranks that differ only in other axes than dp need the same rows",
+                    else "give ranks that differ only in other axes than dp the same rows",
                 )
         if self.ranks > 1 and all(theirs == mine for theirs in everyone):
             warnings.warn(

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree
+from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree, schema_of
 from autopar.errors import CaptureError, InputError
 from autopar.layout import Mesh
 from autopar.program import Input, NodeInfo, Output, Program, State, copied, set_info
 
-__all__ = ["Arguments", "as_call", "bind_arguments", "capture", "empty_like", "skeleton"]
+__all__ = ["Arguments", "as_call", "bind_arguments", "capture", "empty_like", "position_names", "skeleton"]
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__))
@@ -62,8 +63,13 @@ class _Slot:
     index: int
 
 
-def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+def bind_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], positions: Sequence[str] = ()
+) -> Arguments:
     """Take the arguments of a call apart.
+
+    Args:
+        positions: names of the positional parameters, see `position_names`.
 
     Raises:
         InputError: no argument is a tensor.
@@ -75,6 +81,8 @@ def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Argument
     for path, leaf in paths:
         if isinstance(leaf, Tensor):
             words = re.findall(r"[\w]+", "".join(str(k) for k in path[1:]))
+            if path[0].idx == 0 and int(words[0]) < len(positions):
+                words[0] = positions[int(words[0])]
             names.append(".".join(words) or f"arg{len(tensors)}")
             leaves.append(_Slot(len(tensors)))
             tensors.append(leaf)
@@ -86,6 +94,15 @@ def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Argument
             expected="at least one tensor with the batch as its first dim",
         )
     return Arguments(tuple(names), tuple(tensors), tuple(leaves), spec)
+
+
+def position_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that a call of `model` may give by position."""
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -172,24 +189,52 @@ def capture(
     mesh: Mesh,
     *,
     loss: Callable[..., Any] | None = None,
+    known: Callable[[Any], bool] = lambda target: False,
 ) -> Program:
     """Trace `model` called with `arguments` to a functional graph of aten operations.
 
-    The model's training flag decides between training and evaluation behaviour.
+    `known` tells the operations that later passes understand as they come out of export. The
+    model's training flag decides between training and evaluation behaviour.
 
     Raises:
         CaptureError: the model cannot be traced, with the user's line.
     """
+    if loss is not None and "targets" not in arguments.rebuild(arguments.tensors)[1]:
+        raise InputError(
+            "The module was made with loss=, but the call has no targets.",
+            expected="model(inputs, targets=...): the loss is computed as loss(outputs, targets)",
+        )
     traced = _Traced(model, arguments, loss)
     traced.train(model.training)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(traced, arguments.tensors, strict=False)
-            exported = exported.run_decompositions({})
+            if not _functional(exported.graph_module, known):
+                exported = exported.run_decompositions({})
     except Exception as error:
         raise _capture_error(error) from error
     return _program(exported, traced, arguments, mesh, model.training)
+
+
+def _functional(gm: fx.GraphModule, known: Callable[[Any], bool]) -> bool:
+    """Whether every call is a known operation that writes nowhere.
+
+    Functionalising traces the model once more, so it is left out where it would change nothing.
+    """
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op != "call_function" or node.target is operator.getitem:
+                continue
+            name = str(node.target)
+            if "wrap_with_set_grad_enabled" in name or "_assert" in name:
+                continue
+            if name == "aten.detach_.default" and "lift_fresh" in str(node.args[0].target):
+                node.target = torch.ops.aten.detach.default  # a constant made in forward
+            schema = schema_of(node.target)
+            if schema is None or schema.is_mutable or not known(node.target):
+                return False
+    return True
 
 
 def _capture_error(error: Exception) -> CaptureError:
@@ -218,11 +263,28 @@ def _capture_error(error: Exception) -> CaptureError:
     )
 
 
+def _check_sizes(graph: fx.Graph) -> None:
+    """Every size must be a number; one that depends on values shows up as a symbol."""
+    for node in graph.nodes:
+        for val in pytree.tree_leaves(node.meta.get("val")):
+            sizes = val.shape if isinstance(val, Tensor) else (val,)
+            if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in sizes):
+                raise CaptureError(
+                    "The size of a tensor depends on the values of another, so the model has no "
+                    "single graph.",
+                    where=f"{node.target} at {_source(node)}",
+                    expected="sizes that depend on shapes and Python values only",
+                    hint="keep all elements and mark the ones that count with torch.where or a "
+                    "mask, in place of nonzero, masked_select or x[mask]",
+                )
+
+
 def _program(
     exported: Any, traced: _Traced, arguments: Arguments, mesh: Mesh, training: bool
 ) -> Program:
     graph: fx.Graph = exported.graph
     _inline_submodules(exported.graph_module)
+    _check_sizes(graph)
     for node in list(graph.nodes):
         if "_assert" in str(node.target):  # holds by construction once shapes are fixed
             graph.erase_node(node)
@@ -285,10 +347,12 @@ def _program(
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             late.append((fqn_of[str(spec.target)], value))
         elif spec.kind == OutputKind.USER_INPUT_MUTATION:
+            named_input = next((i.name for i in inputs if i.node == spec.target), spec.target)
             raise CaptureError(
                 "The model writes into one of its arguments.",
-                where=str(spec.target),
-                hint="clone the argument before changing it in place",
+                where=f"argument {named_input}; last written by {_source(value) or 'the model'}",
+                expected="arguments that the model only reads",
+                hint="clone the argument in forward before changing it in place",
             )
     for name, value in late:
         mutated.append((name, len(results)))

@@ -98,7 +98,8 @@ def _call(node: fx.Node) -> str:
     args = [*map(_value, node.args), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())]
     if target.startswith("autopar."):
         return f"comm.{target.split('.')[1]}({', '.join(args)})"
-    return f"{target}({', '.join(args)})"
+    prefix = "" if target.startswith("aten.") else "torch.ops."
+    return f"{prefix}{target}({', '.join(args)})"
 
 
 def _value(value: Any) -> str:

@@ -110,6 +110,11 @@ def mesh(spec: str | int | Mapping[str, int] | Mesh | object) -> Mesh:
                     expected="comma-separated axis=size pairs, such as 'dp=2, tp=4'",
                 )
             axes.append((match[1], int(match[2])))
+        if not axes:
+            raise MeshError(
+                f"The mesh text {spec!r} names no axis.",
+                expected="comma-separated axis=size pairs, such as 'dp=2, tp=4'",
+            )
         return Mesh(tuple(axes))
     names = getattr(spec, "mesh_dim_names", None)
     shape = getattr(getattr(spec, "mesh", None), "shape", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,22 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopar.batch import Batch, Rows
-from autopar.capture import Arguments, bind_arguments, skeleton
+from autopar.capture import Arguments, bind_arguments, position_names, skeleton
 from autopar.codegen import Functions, generate, load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import Layout, Mesh
-from autopar.parameters import Placer, is_whole, state
+from autopar.parameters import Placer, is_whole, no_values, state
 from autopar.program import Phases, State
 from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.executor import Executor
 
 __all__ = ["ParallelModule"]
 
-Compile = Callable[[nn.Module, Arguments, bool, "int | None"], Compiled]
-"""(skeleton, arguments with global shapes, with gradients, rank) -> compiled step."""
+Compile = Callable[[nn.Module, Arguments, bool, int, Mapping[str, Layout]], Compiled]
+"""(skeleton, arguments with global shapes, with gradients, rank, placements that parameters have
+already) -> compiled step."""
 
 
 @dataclass(slots=True)
@@ -65,17 +67,17 @@ class ParallelModule(nn.Module):
         self.training = model.training
         self._mesh, self._compile_step = mesh, compile_step
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._source = _source(model)
+        self._positions = position_names(model)
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
         self._latest: _Entry | None = None
-        self._bound = mesh.size == 1  # a single rank keeps its parameters as they are
+        self._held: dict[str, Layout] = {}  # placements of the states, chosen at the first call
         self._steps = 0
         self._comm = _communicator(mesh)
         self._comm.seed = seed
         self._batch = Batch(batch, mesh, self._comm, batch_dims)
-        tensors = [*model.parameters(), *model.buffers()]
-        self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._placer = Placer(mesh, self._comm.coordinate, self._device, device_mesh)
+        self._placer = Placer(mesh, self._comm.coordinate, device_mesh)
 
     # --- looking at it -------------------------------------------------------------------------
 
@@ -120,13 +122,13 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own result, see docs/usage.md for what is a DTensor in it."""
-        arguments = bind_arguments(args, kwargs)
+        arguments = bind_arguments(args, kwargs, self._positions)
         rows = self._batch.rows(arguments)
         entry = self.entry(arguments, rows)
         if not entry.checked:
             self._batch.check(arguments)
             entry.checked = True
-        states = [self._local(s.name, entry.compiled) for s in entry.states]
+        states = [self._local(s, entry.compiled) for s in entry.states]
         inputs = self._batch.pieces(arguments, rows, entry.inputs)
         if torch.is_grad_enabled():
             self._steps += 1
@@ -135,13 +137,39 @@ class ParallelModule(nn.Module):
         results = entry.executor.run([*states, *inputs], leaves)
         return self._result(entry, results, rows)
 
+    @property
+    def _device(self) -> torch.device:
+        """Where the parameters live; they may move before the first call."""
+        found = next(itertools.chain(self.parameters(), self.buffers()), None)
+        return torch.device("cpu") if found is None else found.device
+
+    def _check_devices(self, arguments: Arguments) -> None:
+        here = self._device
+        if here.type == "meta":
+            raise no_values(next((n for n, _ in self.named_parameters()), ""))
+        for name, t in zip(arguments.names, arguments.tensors, strict=True):
+            if t.device.type != here.type and t.dim():
+                raise InputError(
+                    f"The argument {name} is on {t.device}, the parameters are on {here}.",
+                    where=f"argument {name}",
+                    expected=f"all tensors of a call on {here}",
+                    hint=f"{name} = {name}.to({str(here)!r}), or move the model before parallelize",
+                )
+
     def entry(self, arguments: Arguments, rows: Rows | None = None) -> _Entry:
-        """The compiled step for a call, compiled now where its shapes are new."""
+        """The compiled step for a call, compiled now where its shapes or the model are new."""
+        self._check_devices(arguments)
         rows = self._batch.rows(arguments) if rows is None else rows
+        source = _source(self.__dict__["_model"])
+        if source != self._source:  # a forward or a sub-module was replaced
+            self._source = source
+            self._held = {n: v for n, v in self._held.items() if not is_whole(state(self, n))}
+            self._positions = position_names(self.__dict__["_model"])
+            self._skeleton[0] = skeleton(self.__dict__["_model"], self._mode)
         grad = torch.is_grad_enabled()
         flags = tuple(m.training for m in self.modules())
         wanted = tuple(p.requires_grad for p in self.parameters())
-        key = (arguments.key(), rows.total, grad, flags, wanted)
+        key = (arguments.key(), rows.total, grad, flags, wanted, source)
         if key not in self._entries:
             self._entries[key] = self._compile(arguments, rows, grad)
         self._latest = self._entries[key]
@@ -155,13 +183,14 @@ class ParallelModule(nn.Module):
         for name, p in bones.named_parameters(remove_duplicate=False):
             p.requires_grad_(state(self, name).requires_grad)
         whole = self._batch.whole(arguments, rows, self._mode)
-        compiled = self._compile_step(bones, whole, grad, self._comm.rank)
+        compiled = self._compile_step(bones, whole, grad, self._comm.rank, self._held)
         phases = compiled.of(self._comm.rank)
         functions = self._functions(phases, compiled.title)
         states = list(phases.program.states)
-        if not self._bound:
-            self._placer.bind(self, states)
-            self._bound = True
+        if self._mesh.size > 1:  # a single rank keeps its parameters as they are
+            new = [s for s in states if s.name not in self._held]
+            self._placer.bind(self, new)
+            self._held.update((s.name, s.layout) for s in new if s.layout is not None)
         params = [state(self, n) for n in phases.gradients]
         alone = self._mesh.size == 1
 
@@ -181,11 +210,24 @@ class ParallelModule(nn.Module):
         source = generate(phases, title)
         return load(source, f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>")
 
-    def _local(self, name: str, compiled: Compiled) -> Tensor:
-        if name.startswith("constant."):
-            return compiled.annotated.constants[name]
-        tensor = state(self, name)
-        return tensor.detach() if is_whole(tensor) else local_of(tensor)
+    def _local(self, s: State, compiled: Compiled) -> Tensor:
+        """What this rank's program takes for a state."""
+        if s.name.startswith("constant."):
+            return compiled.annotated.constants[s.name]
+        tensor = state(self, s.name)
+        if not is_whole(tensor):
+            return local_of(tensor)
+        if tuple(tensor.shape) != s.shape:
+            raise InputError(
+                f"{s.name} was replaced by a tensor of another shape.",
+                where=f"{s.name} of shape {list(tensor.shape)}",
+                expected=f"shape {list(s.shape)}, for which the program was compiled",
+                hint="replace the module that holds it, or call parallelize again",
+            )
+        if self._mesh.size > 1 and s.is_parameter:  # a new parameter in place of the old
+            self._placer.bind(self, [s])
+            return local_of(state(self, s.name))
+        return tensor.detach()
 
     def _result(self, entry: _Entry, results: list[Tensor], rows: Rows) -> Any:
         program = entry.compiled.of_any().program
@@ -214,6 +256,22 @@ class ParallelModule(nn.Module):
             value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             out[name] = value.detach().clone()
         return out
+
+
+def _source(model: nn.Module) -> tuple[Any, ...]:
+    """What decides the graph beside shapes: the tree of modules, the functions that they run, and
+    the settings of torch's own layers. Other attributes count as constants of the first call."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        found += (name, kind, kind.forward, module.__dict__.get("forward"))
+        if kind.__module__.startswith("torch.nn."):
+            values = module.__dict__.items()
+            found += (kv for kv in values if type(kv[1]) in _SETTINGS and kv[0] != "training")
+    return tuple(found)
+
+
+_SETTINGS = (bool, int, float, str)
 
 
 def _own_rows(value: Tensor, rows: Rows) -> None:

@@ -27,7 +27,7 @@ from autopar.static import reaching
 __all__ = ["Mutant", "mutants"]
 
 aten = torch.ops.aten
-Change = Callable[[fx.Graph, fx.Node], bool]
+Change = Callable[[fx.Graph, Any], bool]
 """Edits a graph at a node; false where the mistake cannot be made there."""
 
 _CUTS = ("shard", "cut", "reduce_scatter")
@@ -113,10 +113,10 @@ def _one_rank(compiled: Compiled, key: Any, phases: Phases) -> Compiled | None:
     return _Apart(compiled.annotated, compiled.title, compiled.atoms, programs, ranks[-1])
 
 
-def _shifts(compiled: Compiled, key: Any, node: fx.Node) -> bool:
+def _shifts(compiled: Compiled, key: Any, node: Any) -> bool:
     """Whether any rank of a program holds a piece that does not start at 0."""
     mesh = compiled.annotated.mesh
-    axis, sizes = str(node.args[1]), list(node.args[2])  # type: ignore[arg-type]
+    axis, sizes = str(node.args[1]), list(node.args[2])
     here = [mesh.coordinate(r) for r in range(mesh.size)]
     return any(sum(sizes[: c[axis]]) for c in here if compiled.signature(c) == key)
 
@@ -149,7 +149,7 @@ def _edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | 
 # --- mistakes in the generated phases ----------------------------------------------------------
 
 
-def _changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
+def _changes(node: Any, mesh: Mesh) -> list[tuple[str, Change]]:
     """(kind, change) of the mistakes that can be made at `node`."""
     if node.op != "call_function":
         return []
@@ -182,7 +182,7 @@ def _changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
         found += [("mean for sum", _scaled(1 / size)), ("wrong piece", _turned_operand)]
     if row.name in ("shard", "cut"):
         found.append(("wrong piece", _turned_operand))
-    if row.name in _CUTS and len(set(node.args[4])) > 1:  # type: ignore[arg-type]
+    if row.name in _CUTS and len(set(node.args[4])) > 1:
         found.append(("rotated sizes", _rolled_sizes))
     if row.name == "pad":
         found.append(("wrong place", _turned))
@@ -195,7 +195,7 @@ def _changes(node: fx.Node, mesh: Mesh) -> list[tuple[str, Change]]:
     return found
 
 
-def _equal(node: fx.Node, kind: str) -> str:
+def _equal(node: Any, kind: str) -> str:
     """Why a change does not alter any number, or ''."""
     args = node.args
     if kind == "wrong piece" and _constant_along(args[0], args[2]):
@@ -222,34 +222,34 @@ def _is_zeros(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.target is aten.zeros_like.default
 
 
-def _put(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+def _put(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: Any) -> fx.Node:
     """A new call with the record of `like`, as a pass that makes the mistake would write it."""
     new = graph.call_function(target, args)
     new.meta = dict(like.meta)
     return new
 
 
-def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> bool:
+def _replace(graph: fx.Graph, node: Any, new: Any) -> bool:
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     graph.erase_node(node)
     return True
 
 
-def _skip(graph: fx.Graph, node: fx.Node) -> bool:
-    return _replace(graph, node, node.args[0])  # type: ignore[arg-type]
+def _skip(graph: fx.Graph, node: Any) -> bool:
+    return _replace(graph, node, node.args[0])
 
 
-def _second(graph: fx.Graph, node: fx.Node) -> bool:
-    return _replace(graph, node, node.args[1])  # type: ignore[arg-type]
+def _second(graph: fx.Graph, node: Any) -> bool:
+    return _replace(graph, node, node.args[1])
 
 
-def _other_site(graph: fx.Graph, node: fx.Node) -> bool:
-    node.args = (*node.args[:2], node.args[2] + 1000, *node.args[3:])  # type: ignore[operator]
+def _other_site(graph: fx.Graph, node: Any) -> bool:
+    node.args = (*node.args[:2], node.args[2] + 1000, *node.args[3:])
     return True
 
 
 def _argument(at: int, value: Any) -> Change:
-    def change(graph: fx.Graph, node: fx.Node) -> bool:
+    def change(graph: fx.Graph, node: Any) -> bool:
         node.args = (*node.args[:at], value, *node.args[at + 1 :])
         return True
 
@@ -259,14 +259,14 @@ def _argument(at: int, value: Any) -> Change:
 def _as(target: Any) -> Change:
     """Another operator with the same arguments."""
 
-    def change(graph: fx.Graph, node: fx.Node) -> bool:
+    def change(graph: fx.Graph, node: Any) -> bool:
         node.target = target
         return True
 
     return change
 
 
-def _double(graph: fx.Graph, node: fx.Node) -> bool:
+def _double(graph: fx.Graph, node: Any) -> bool:
     with graph.inserting_after(node):
         again = _put(graph, node.target, (node, *node.args[1:]), node)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
@@ -274,7 +274,7 @@ def _double(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _scaled(factor: float) -> Change:
-    def change(graph: fx.Graph, node: fx.Node) -> bool:
+    def change(graph: fx.Graph, node: Any) -> bool:
         if not node.meta["val"].dtype.is_floating_point:
             return False
         with graph.inserting_after(node):
@@ -292,7 +292,7 @@ _LINEAR = (
 )  # fmt: skip
 
 
-def _late(graph: fx.Graph, node: fx.Node) -> bool:
+def _late(graph: fx.Graph, node: Any) -> bool:
     """Reduce the result of the next call in place of its operand; linear calls would not mind."""
     for user in node.users:
         val = user.meta.get("val")
@@ -305,7 +305,7 @@ def _late(graph: fx.Graph, node: fx.Node) -> bool:
             others = [a for a in user.all_input_nodes if a is not node]
             if not others or user.args[0] is node:  # a factor, the same on all ranks or not
                 continue
-        user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
+        user.replace_input_with(node, node.args[0])
         with graph.inserting_after(user):
             new = _put(graph, node.target, (user, *node.args[1:]), user)
         user.replace_all_uses_with(new, delete_user_cb=lambda u, new=new: u is not new)
@@ -315,57 +315,56 @@ def _late(graph: fx.Graph, node: fx.Node) -> bool:
     return False
 
 
-def _turned(graph: fx.Graph, node: fx.Node) -> bool:
+def _turned(graph: fx.Graph, node: Any) -> bool:
     """The cut dim of the result turned by one piece (or by half, where the piece is whole)."""
     dim, outer, sizes = node.args[2:5]
-    length = sum(sizes)  # type: ignore[arg-type]
+    length = sum(sizes)
     if node.target is ops.all_to_all.default and outer != 1:
         return False
     shape = list(node.meta["val"].shape)
-    wide = [*shape[:dim], outer, length, *shape[dim + 1 :]]  # type: ignore[index]
+    wide = [*shape[:dim], outer, length, *shape[dim + 1 :]]
     with graph.inserting_after(node):
         new = _put(graph, aten.reshape.default, (node, wide), node)
     first = new
     with graph.inserting_after(first):
-        turned = _put(graph, aten.roll.default, (first, [sizes[0]], [dim + 1]), node)  # type: ignore
+        turned = _put(graph, aten.roll.default, (first, [sizes[0]], [dim + 1]), node)
     with graph.inserting_after(turned):
         new = _put(graph, aten.reshape.default, (turned, shape), node)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not first)
     return True
 
 
-def _turned_operand(graph: fx.Graph, node: fx.Node) -> bool:
+def _turned_operand(graph: fx.Graph, node: Any) -> bool:
     """Take the piece of the next rank (of equal pieces), else one shifted by an element."""
     operand = node.args[0]
-    assert isinstance(operand, fx.Node)
     dim, outer, sizes = node.args[2:5]
     shape = list(operand.meta["val"].shape)
-    wide = [*shape[:dim], outer, sum(sizes), *shape[dim + 1 :]]  # type: ignore
+    wide = [*shape[:dim], outer, sum(sizes), *shape[dim + 1 :]]
     with graph.inserting_before(node):
         new = _put(graph, aten.reshape.default, (operand, wide), operand)
-        new = _put(graph, aten.roll.default, (new, [sizes[0]], [dim + 1]), operand)  # type: ignore
+        new = _put(graph, aten.roll.default, (new, [sizes[0]], [dim + 1]), operand)
         new = _put(graph, aten.reshape.default, (new, shape), operand)
     node.args = (new, *node.args[1:])
     return True
 
 
-def _rolled_sizes(graph: fx.Graph, node: fx.Node) -> bool:
-    sizes = list(node.args[4])  # type: ignore[arg-type]
+def _rolled_sizes(graph: fx.Graph, node: Any) -> bool:
+    sizes = list(node.args[4])
     node.args = (*node.args[:4], sizes[-1:] + sizes[:-1], *node.args[5:])
     return True
 
 
-def _repeated(graph: fx.Graph, node: fx.Node) -> bool:
+def _repeated(graph: fx.Graph, node: Any) -> bool:
     """Every rank puts its own piece in the place of each."""
     dim, outer, sizes = node.args[2:5]
-    if outer != 1 or len(set(sizes)) > 1:  # type: ignore[arg-type]
+    if outer != 1 or len(set(sizes)) > 1:
         return False
     with graph.inserting_after(node):
-        new = _put(graph, aten.cat.default, ([node.args[0]] * len(sizes), dim), node)  # type: ignore
+        new = _put(graph, aten.cat.default, ([node.args[0]] * len(sizes), dim), node)
     return _replace(graph, node, new)
 
 
-def _local_exchange(graph: fx.Graph, node: fx.Node) -> bool:
+def _local_exchange(graph: fx.Graph, node: Any) -> bool:
     """Pad and cut in place of an all-to-all."""
     axis, dim, outer, sizes = node.args[1:5]
     to = node.args[6:10]
@@ -379,26 +378,26 @@ def _local_exchange(graph: fx.Graph, node: fx.Node) -> bool:
 # --- mistakes in buckets -----------------------------------------------------------------------
 
 
-def _members(node: fx.Node) -> list[fx.Node]:
+def _members(node: Any) -> list[Any]:
     """getitem users in order of the members they take."""
-    return sorted(node.users, key=lambda user: user.args[1])  # type: ignore[arg-type,return-value]
+    return sorted(node.users, key=lambda user: user.args[1])
 
 
-def _unbucket(graph: fx.Graph, node: fx.Node) -> bool:
+def _unbucket(graph: fx.Graph, node: Any) -> bool:
     for user in list(node.users):
-        _replace(graph, user, node.args[0][user.args[1]])  # type: ignore
+        _replace(graph, user, node.args[0][user.args[1]])
     graph.erase_node(node)
     return True
 
 
 def _without(i: int) -> Change:
-    def change(graph: fx.Graph, node: fx.Node) -> bool:
-        operands = list(node.args[0])  # type: ignore[arg-type]
+    def change(graph: fx.Graph, node: Any) -> bool:
+        operands = list(node.args[0])
         for user in _members(node):
             if user.args[1] == i:
                 _replace(graph, user, operands[i])
-            elif user.args[1] > i:  # type: ignore[operator]
-                user.args = (node, user.args[1] - 1)  # type: ignore[operator]
+            elif user.args[1] > i:
+                user.args = (node, user.args[1] - 1)
         del operands[i]
         node.args = (operands, *node.args[1:])
         node.meta["val"] = [v for j, v in enumerate(node.meta["val"]) if j != i]
@@ -409,7 +408,7 @@ def _without(i: int) -> Change:
     return change
 
 
-def _exchanged(graph: fx.Graph, node: fx.Node) -> bool:
+def _exchanged(graph: fx.Graph, node: Any) -> bool:
     """Give two gradients of one shape each other's values."""
     users = _members(node)
     for i, a in enumerate(users):
@@ -421,13 +420,13 @@ def _exchanged(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _scaled_member(factor: float) -> Change:
-    def change(graph: fx.Graph, node: fx.Node) -> bool:
+    def change(graph: fx.Graph, node: Any) -> bool:
         return _scaled(factor)(graph, _members(node)[0])
 
     return change
 
 
-def _double_bucket(graph: fx.Graph, node: fx.Node) -> bool:
+def _double_bucket(graph: fx.Graph, node: Any) -> bool:
     """Reduce all members twice: each is multiplied by the size of the axis."""
     users = _members(node)
     with graph.inserting_after(node):
@@ -444,7 +443,7 @@ def _double_bucket(graph: fx.Graph, node: fx.Node) -> bool:
 # --- mistakes in the lowered graph, which its gradient then repeats ----------------------------
 
 
-def _typed_changes(node: fx.Node, mesh: Mesh, grad: bool) -> list[tuple[str, Change]]:
+def _typed_changes(node: Any, mesh: Mesh, grad: bool) -> list[tuple[str, Change]]:
     """(kind, change) at a lowered node; `grad`: the loss sends a gradient to it."""
     row = collective_of(node) if node.op == "call_function" else None
     if row is None:
@@ -469,7 +468,7 @@ def _typed_changes(node: fx.Node, mesh: Mesh, grad: bool) -> list[tuple[str, Cha
     return found
 
 
-def _also_vary(graph: fx.Graph, node: fx.Node) -> bool:
+def _also_vary(graph: fx.Graph, node: Any) -> bool:
     with graph.inserting_after(node):
         new = _put(graph, ops.vary.default, (node, node.args[1]), node)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)

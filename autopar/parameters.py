@@ -17,7 +17,7 @@ from autopar.layout import Layout, Mesh
 from autopar.program import State
 from autopar.runtime.pieces import piece
 
-__all__ = ["Placer", "is_whole", "state"]
+__all__ = ["Placer", "is_whole", "no_values", "state"]
 
 
 def state(module: nn.Module, name: str) -> Tensor:
@@ -35,6 +35,17 @@ def is_whole(tensor: Tensor) -> bool:
     return not hasattr(tensor, "full_tensor")
 
 
+def no_values(name: str) -> InputError:
+    """The error for a parameter on the meta device that a call needs."""
+    return InputError(
+        "The model's parameters are on the meta device and have no values.",
+        where=name,
+        expected="parameters with values on every rank",
+        hint="use autopar.compile to plan without values, or model.to_empty(device=...) and "
+        "initialise before the first call",
+    )
+
+
 class Placer:
     """Places tensors on a torch device mesh.
 
@@ -43,9 +54,9 @@ class Placer:
     """
 
     def __init__(
-        self, mesh: Mesh, coordinate: dict[str, int], device: torch.device, device_mesh: Any = None
+        self, mesh: Mesh, coordinate: dict[str, int], device_mesh: Any = None
     ) -> None:
-        self.mesh, self.coordinate, self.device = mesh, coordinate, device
+        self.mesh, self.coordinate = mesh, coordinate
         self.device_mesh = device_mesh
 
     def dtensor(self, local: Tensor, layout: Layout) -> Tensor:
@@ -56,7 +67,7 @@ class Placer:
         if self.device_mesh is None:
             sizes = tuple(self.mesh.sizes.values())
             self.device_mesh = init_device_mesh(
-                self.device.type, sizes, mesh_dim_names=self.mesh.names
+                local.device.type, sizes, mesh_dim_names=self.mesh.names
             )
         placements: list[Any] = []
         for axis in self.mesh.names:
@@ -92,12 +103,7 @@ class Placer:
             if not is_whole(old):
                 continue
             if old.device.type == "meta":
-                raise InputError(
-                    "The model's parameters are on the meta device and have no values.",
-                    where=s.name,
-                    hint="use autopar.compile to plan without values, or "
-                    "model.to_empty(device=...) and initialise before parallelize",
-                )
+                raise no_values(s.name)
             with torch.no_grad():
                 dist.broadcast(old.data, 0)
             if not s.is_parameter:

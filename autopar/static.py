@@ -1,10 +1,9 @@
 """The static check: every rank's program, read without running it.
 
-The lowered (SPMD) graph is checked against the placements on its nodes: types, local shapes and
-the arguments of every collective at every coordinate. The forward graph must then be that graph,
-node by node, and the backward graph must hold exactly the adjoints of its collectives in reverse
-order, so that every parameter's gradient is reduced over the axes it should be. Last, the members
-of every group must enter the same collectives in the same order.
+The lowered graph is right by its types (`check.spmd_problems`). The forward graph must be that
+graph, call by call, and the backward graph must hold exactly the adjoints of its collectives in
+reverse order, on the right values, so that every parameter's gradient is reduced over the axes it
+should be. Last, the members of every group must enter the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from autopar.collectives import collective_of
-from autopar.layout import Layout, Mesh
+from autopar.layout import Mesh
 from autopar.program import Phases, call_text, info
 
 __all__ = ["Coordinate", "check_phases", "check_ranks", "count_collectives", "reaching"]
@@ -27,14 +26,9 @@ __all__ = ["Coordinate", "check_phases", "check_ranks", "count_collectives", "re
 Coordinate = Mapping[str, int]
 
 
-def check_phases(phases: Phases, places: Sequence[Coordinate]) -> list[str]:
-    """Problems of one program, which the ranks at `places` run."""
-    problems = _typed(phases)
-    for place in places:
-        problems += _shaped(phases, place)
-        if problems:  # the other places would say the same
-            return problems
-    problems += _forward(phases)
+def check_phases(phases: Phases) -> list[str]:
+    """Problems of one program beside those of its lowered graph, see `check.spmd_problems`."""
+    problems = _forward(phases)
     if phases.gradients:
         problems += _backward(phases)
         problems += _tails(phases)
@@ -50,139 +44,6 @@ def count_collectives(phases: Phases) -> int:
             if row is not None and row.factor:
                 total += len(node.args[0]) if row.name == "all_reduce_bucket" else 1
     return total
-
-
-# --- the lowered graph -------------------------------------------------------------------------
-
-
-def _layout(node: fx.Node) -> Layout | None:
-    if node.target is operator.getitem:
-        source, index = node.args
-        layouts = info(source).layouts  # type: ignore[arg-type]
-        return layouts[index] if len(layouts) > 1 else _only(node)  # type: ignore[index]
-    return _only(node)
-
-
-def _only(node: fx.Node) -> Layout | None:
-    layouts = info(node).layouts
-    return layouts[0] if layouts else None
-
-
-def _typed(phases: Phases) -> list[str]:
-    """Operands must have the placements that the choice of each call is right for.
-
-    A call that differs per rank must not take a replicated value that needs a gradient (the
-    gradient would be this rank's part only), a call that is the same on all ranks must not take a
-    varying copy (the gradient would be reduced once too often), and a partial sum may enter only
-    calls through which it passes.
-    """
-    program = phases.program
-    problems = []
-    axes = [a for a, n in program.mesh.axes if n > 1]
-    for node in program.graph.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if collective_of(node) is not None:
-            continue
-        choice = info(node).choice
-        result = _only(node)
-        for axis in axes:
-            option = choice.get(axis, "R")
-            for operand in node.all_input_nodes:
-                have = _layout(operand)
-                if have is None:
-                    continue
-                kind = have.kind(axis)
-                grad = bool(operand.meta.get("requires_grad", False))
-                wrong = ""
-                if kind == "P" and option[0] != "P" and result and result.kind(axis) != "P":
-                    wrong = "is a partial sum, expected a whole value"
-                elif kind == "R" and grad and option != "R":
-                    wrong = "is replicated, but the call differs per rank: its gradient is partial"
-                elif kind in "VS" and grad and option == "R":
-                    wrong = f"is {kind}, but the call is the same on all ranks"
-                if wrong:
-                    problems.append(f"on {axis}, {operand.name} {wrong}: {call_text(node)}")
-    results = program.graph.graph.output_node().args[0]
-    whole = {i for _, i in program.mutated} | {o.index for o in program.outputs if o.is_loss}
-    for i, value in enumerate(results):  # type: ignore[arg-type]
-        have = _layout(value)
-        if have is not None:
-            kinds = {have.kind(axis) for axis in axes}
-            if "P" in kinds or (i in whole and "S" in kinds):
-                problems.append(f"result {i} leaves as {have}: {call_text(value)}")
-    return problems
-
-
-def _shaped(phases: Phases, place: Coordinate) -> list[str]:
-    """Local shapes and the arguments of collectives must be those of the placements at `place`."""
-    program = phases.program
-    mesh = program.mesh
-    problems = []
-    for node in program.graph.graph.nodes:
-        if node.op == "output":
-            continue
-        have = _layout(node)
-        shape = getattr(node.meta.get("val"), "shape", None)
-        if have is not None and shape is not None:
-            local = have.local_shape(mesh, place)
-            if tuple(shape) != local:
-                problems.append(f"{list(shape)}, expected {list(local)}: {call_text(node)}")
-        row = collective_of(node)
-        if row is None:
-            continue
-        axis, before, after = str(node.args[1]), _layout(node.args[0]), have
-        if mesh.sizes.get(axis, 1) == 1:
-            problems.append(f"no axis '{axis}' of several ranks: {call_text(node)}")
-            continue
-        if before is None or after is None:
-            problems.append(f"a collective without placements: {call_text(node)}")
-            continue
-        want = _arguments(row.name, before, after, axis, mesh, place)
-        if want is not None and _plain(node.args[1:]) != want:
-            problems.append(f"arguments, expected {want}: {call_text(node)}")
-    return problems
-
-
-def _arguments(
-    name: str, before: Layout, after: Layout, axis: str, mesh: Mesh, place: Coordinate
-) -> tuple[Any, ...] | None:
-    """What a collective's arguments after its operand must be, from the placements around it."""
-    if name == "vary":
-        return (axis,)
-    if name == "all_reduce":
-        return (axis, before.reduction(axis)) if before.kind(axis) == "P" else None
-    cut = before if name in ("all_gather", "all_gather_replicated", "pad") else after
-    if name == "all_to_all":
-        cut = before
-    if cut.kind(axis) != "S":
-        return ("a cut dim",)
-    here = _cut(cut, axis, mesh, place)
-    args: tuple[Any, ...] = (axis, *here)
-    if name in ("shard", "cut", "reduce_scatter", "all_to_all"):
-        args = (*args, here[2][place[axis]])
-    if name == "all_to_all":
-        there = _cut(after, axis, mesh, place)
-        args = (*args, *there, there[2][place[axis]])
-    return args
-
-
-def _cut(
-    layout: Layout, axis: str, mesh: Mesh, place: Coordinate
-) -> tuple[int, int, tuple[int, ...]]:
-    """(dim, outer, sizes) that `axis` cuts, by the local sizes at every index of the axis."""
-    d, i = layout.sharded[axis]
-    atoms = layout.dims[d]
-    outer = math.prod(a.local_sizes(mesh, place) for a in atoms[:i])
-    sizes = tuple(
-        math.prod(a.local_sizes(mesh, {**place, axis: k}) for a in atoms[i:])
-        for k in range(mesh.sizes[axis])
-    )
-    return d, outer, sizes
-
-
-def _plain(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in args)
 
 
 # --- forward -----------------------------------------------------------------------------------
@@ -230,6 +91,10 @@ def _entry(name: str, args: tuple[Any, ...], operand: Any, node: fx.Node) -> _En
     return _Entry(name, args, shape, dtype, call_text(node))
 
 
+def _results(graph: fx.Graph) -> list[Any]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
 def _moves(node: fx.Node) -> bool:
     row = collective_of(node)
     return row is not None and row.name != "vary"
@@ -247,7 +112,7 @@ def _live(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _forward(phases: Phases) -> list[str]:
-    """The forward graph must enter the collectives of the lowered graph, in order, on its values."""
+    """The forward graph must enter the collectives of the lowered graph, in order, on its own."""
     spmd, forward = phases.program.graph.graph, phases.forward.graph
     want = [n for n in _live(spmd) if _moves(n)]
     have = [n for n in forward.nodes if _moves(n)]
@@ -270,10 +135,10 @@ def _forward(phases: Phases) -> list[str]:
         wrong = [n.name for n in node.all_input_nodes if _origin(n) not in allowed]
         if wrong:
             problems.append(f"forward: {wrong[0]} is not an operand of {call_text(source)}")
-    results = spmd.output_node().args[0]
-    have_results = forward.output_node().args[0]
-    for i, value in enumerate(results):  # type: ignore[arg-type]
-        got = have_results[i]  # type: ignore[index]
+    results = _results(spmd)
+    have_results = _results(forward)
+    for i, value in enumerate(results):
+        got = have_results[i]
         if not isinstance(got, fx.Node) or _origin(got) not in lowered.made_by(value):
             problems.append(f"forward: result {i} is {got}, expected {call_text(value)}")
     return problems
@@ -330,7 +195,7 @@ class _Lowered:
 
 
 def _numel(node: fx.Node) -> int:
-    val = node.meta.get("val")
+    val: Any = node.meta.get("val")
     return math.prod(val.shape) if hasattr(val, "shape") else -1
 
 
@@ -344,13 +209,17 @@ def _sequence(phase: str, want: list[_Entry], have: list[_Entry]) -> list[str]:
     return []
 
 
+def _plain(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in args)
+
+
 # --- backward ----------------------------------------------------------------------------------
 
 
 def reaching(graph: fx.Graph, roots: tuple[int, ...]) -> set[fx.Node]:
     """Nodes whose value flows, with gradient, into the results in `roots`."""
-    results = graph.output_node().args[0]
-    stack = [results[i] for i in roots]  # type: ignore[index]
+    results = _results(graph)
+    stack = [results[i] for i in roots]
     seen: set[fx.Node] = set()
     while stack:
         node = stack.pop()
@@ -407,13 +276,13 @@ def _backward(phases: Phases) -> list[str]:
 def _flow(phases: Phases) -> list[str]:
     """Each call of the backward graph must use the gradients and values of the call it is for."""
     spmd, backward = phases.program.graph.graph, phases.backward.graph
-    n_saved = len(phases.forward.graph.output_node().args[0]) - phases.n_results  # type: ignore
+    n_saved = len(_results(phases.forward.graph)) - phases.n_results
     inputs = [n for n in backward.nodes if n.op == "placeholder"]
     tangents = set(inputs[n_saved:])
     made = {_origin(n) for n in phases.forward.graph.nodes}
     forward = _Lowered(spmd, made)
     lowered = _Lowered(spmd, {_origin(n) for n in backward.nodes if n.op == "call_function"})
-    roots = {spmd.output_node().args[0][i].name for i in phases.roots}  # type: ignore[index]
+    roots = {_results(spmd)[i].name for i in phases.roots}
     problems = []
 
     def fits(operand: fx.Node, source: fx.Node) -> bool:
@@ -438,13 +307,13 @@ def _flow(phases: Phases) -> list[str]:
             continue
         operands = node.all_input_nodes
         if node.target is operator.getitem and _is(node.args[0], "all_reduce_bucket"):
-            operands = [node.args[0].args[0][node.args[1]]]  # type: ignore
+            operands = [node.args[0].args[0][node.args[1]]]
         wrong = [n.name for n in operands if not fits(n, source)]
         if wrong:
             problems.append(f"backward: {wrong[0]} is no gradient or value of {call_text(source)}")
     states = {s.name: s.node for s in phases.program.states}
-    grads = backward.output_node().args[0]
-    for name, grad in zip(phases.gradients, grads, strict=True):  # type: ignore[arg-type]
+    grads = _results(backward)
+    for name, grad in zip(phases.gradients, grads, strict=True):
         if grad is not None and not fits(grad, lowered.by_name[states[name]]):
             problems.append(f"backward: {grad} is not the gradient of {name}")
     return problems
@@ -463,8 +332,8 @@ def _tails(phases: Phases) -> list[str]:
     placeholders = phases.program.placeholders()
     by_name = {s.name: s for s in phases.program.states}
     reach = reaching(phases.program.graph.graph, phases.roots)
-    grads = phases.backward.graph.output_node().args[0]
-    for name, grad in zip(phases.gradients, grads, strict=True):  # type: ignore[arg-type]
+    grads = _results(phases.backward.graph)
+    for name, grad in zip(phases.gradients, grads, strict=True):
         state = by_name[name]
         node = placeholders[state.node]
         used = node in reach

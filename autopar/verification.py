@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.api import compile
 from autopar.capture import as_call, bind_arguments
-from autopar.check import check_spmd
+from autopar.check import spmd_problems
 from autopar.codegen import generate, load
 from autopar.compat import pytree
 from autopar.compiled import Compiled
@@ -160,11 +160,7 @@ def static(compiled: Compiled) -> list[str]:
         places.setdefault(compiled.signature(coordinate), []).append(coordinate)
     problems = []
     for key, phases in compiled.phases.items():
-        try:
-            check_spmd(phases.program, "lowering")
-        except VerificationError as error:
-            problems.append(str(error))
-        problems += check_phases(phases, places[key])
+        problems += spmd_problems(phases.program, places[key]) + check_phases(phases)
     return problems + check_ranks(compiled.phases, mesh, compiled.signature)
 
 

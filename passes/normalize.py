@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 from autopar.passes.splice import Splicer
 from autopar.program import Program, update_info
-from autopar.rules import Call
+from autopar.rules import Call, find
 
-__all__ = ["Normalize"]
+__all__ = ["Normalize", "is_normalized", "mark_gradients"]
 
 aten = torch.ops.aten
 RANDOM = (torch.ops.autopar.uniform.default, torch.ops.autopar.keep_mask.default)
@@ -364,6 +364,33 @@ def _repeat_interleave(splicer: Splicer, node: fx.Node) -> None:
     splicer.replace(node, apart, node.args[0])
 
 
+def _to(splicer: Splicer, node: fx.Node) -> None:
+    """to and type_as are a cast, or nothing."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    val = node.meta["val"]
+    before = source.meta["val"]
+    if before.dtype == val.dtype and before.device == val.device:
+        return splicer.drop(node)
+    node.target = aten._to_copy.default
+    node.args = (source,)
+    node.kwargs = {"dtype": val.dtype}
+    if before.device != val.device:
+        node.kwargs = {"dtype": val.dtype, "device": val.device}
+
+
+# Written to by the call, though its schema does not say so: running statistics.
+_STATEFUL = ("batch_norm", "instance_norm", "rrelu", "rnn", "lstm", "gru")
+
+
+def is_normalized(target: Any) -> bool:
+    """Whether an operation may come out of export without a pass over it."""
+    name = str(target).replace("torch.ops.", "")
+    if any(word in name for word in _STATEFUL):
+        return False
+    return name in _HANDLERS or find(target) is not None
+
+
 Handler = Callable[[Splicer, fx.Node], None]
 _HANDLERS: dict[str, Handler] = {
     f"aten.{name}": handler
@@ -400,6 +427,7 @@ _HANDLERS: dict[str, Handler] = {
             _view,
         ),
         ("copy.default", _copy),
+        ("to.dtype to.device to.dtype_layout to.other type_as.default", _to),
         ("expand.default", _expand),
         ("repeat_interleave.self_int", _repeat_interleave),
     )

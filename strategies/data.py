@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.errors import BatchError
+from autopar.errors import BatchError, PlanError
 from autopar.program import Program, info, update_info
 from autopar.rules.factors import specs
 from autopar.strategies.follow import Follow
@@ -31,7 +31,9 @@ class Data:
 
         Raises:
             BatchError: the batch has fewer rows than the axis has ranks.
+            PlanError: `batch_dims` names no input, or a dim that it does not have.
         """
+        self.check_dims(program)
         ranks = program.mesh.sizes[self.axis]
         if 0 < program.batch_size < ranks:
             raise BatchError(
@@ -53,3 +55,18 @@ class Data:
                 choice = {**info(node).choice, self.axis: factors[0]}
                 update_info(node, choice=choice)
         Follow(self.axis).annotate(program)
+
+    def check_dims(self, program: Program) -> None:
+        """Every name of `batch_dims` must be an input with that dim."""
+        shapes = {i.name: i.shape for i in program.inputs}
+        for name, dim in self.batch_dims.items():
+            if name not in shapes:
+                raise PlanError(
+                    f"batch_dims names {name!r}, which is no tensor argument of the call.",
+                    expected=f"one of {', '.join(shapes)}",
+                )
+            if dim is not None and not 0 <= dim < len(shapes[name]):
+                raise PlanError(
+                    f"batch_dims[{name!r}] is {dim}, but {name} has shape {list(shapes[name])}.",
+                    expected=f"a dim from 0 to {len(shapes[name]) - 1}, or None",
+                )

@@ -23,7 +23,7 @@ __all__ = ["Follow", "cuttable"]
 def cuttable(spec: Spec, factor: str, axis: str, choice: Mapping[str, str], mesh: Mesh) -> bool:
     """Whether `axis` may cut `factor` beside what the other axes of `choice` cut."""
     parts = factor.split("+")
-    if any(p in spec.whole for p in parts):
+    if any(p in spec.whole for p in parts) or not together(spec, parts):
         return False
     others = [o.split("+") for a, o in choice.items() if a != axis]
     if any(set(parts) & set(o) and parts != o for o in others):
@@ -35,6 +35,18 @@ def cuttable(spec: Spec, factor: str, axis: str, choice: Mapping[str, str], mesh
         size = math.prod(spec.sizes[part] for part in parts)
         ranks = math.prod(mesh.sizes[a] for a, o in choice.items() if a != axis and o == factor)
         return 0 not in chunk_sizes(size, ranks * mesh.sizes[axis])
+    return True
+
+
+def together(spec: Spec, run: list[str]) -> bool:
+    """Whether the factors of `run` stand side by side, in order, wherever one of them stands."""
+    if len(run) == 1:
+        return True
+    for dim in (d for side in (*spec.inputs, *spec.outputs) for d in side):
+        if set(dim) & set(run):
+            at = dim.index(run[0]) if run[0] in dim else len(dim)
+            if list(dim[at : at + len(run)]) != run:
+                return False
     return True
 
 

@@ -9,7 +9,10 @@ this program, not rules in it.
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +64,7 @@ class Tensors:
         Raises:
             PlanError: no placement satisfies the pins.
         """
+        self.check_pins(program)
         if program.mesh.sizes[self.axis] == 1:
             for node in program.graph.graph.nodes:
                 if info(node).layouts:
@@ -72,6 +76,26 @@ class Tensors:
         for node, spec in table.items():
             update_info(node, choice={**info(node).choice, self.axis: chosen[node]})
             place(node, spec, program.mesh)
+
+    def check_pins(self, program: Program) -> None:
+        """Every pin must be well formed and name a parameter.
+
+        Raises:
+            PlanError: one does not.
+        """
+        names = [n for s in program.states if s.is_parameter for n in (s.name, *s.aliases)]
+        for pattern, pin in self.pins.items():
+            if not re.fullmatch(r"R|S\(\s*-?\d+\s*\)", str(pin).strip()):
+                raise PlanError(
+                    f"The pin {pattern!r}: {pin!r} is no placement.",
+                    expected="'R' (whole on every rank) or 'S(dim)', such as 'S(0)'",
+                )
+            if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
+                close = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
+                raise PlanError(
+                    f"The pin {pattern!r} matches no parameter.",
+                    expected=f"a name or a pattern with *, such as {', '.join(close)}",
+                )
 
 
 @dataclass(slots=True)
@@ -97,11 +121,15 @@ class _Problem:
         self.strategy, self.program, self.table = strategy, program, table
         self.axis, self.mesh = strategy.axis, program.mesh
         self.k = self.mesh.sizes[self.axis]
-        self.class_of = classes(program, table)
+        self.state_of = {s.node: s for s in program.states}
+        numbers: dict[Any, int] = {}
+        self.class_of = {  # a layer with a fixed parameter is not like the others
+            node: numbers.setdefault((c, self.fixed(node)), len(numbers))
+            for node, c in classes(program, table).items()
+        }
         self.members: dict[int, list[fx.Node]] = {}
         for node, c in self.class_of.items():
             self.members.setdefault(c, []).append(node)
-        self.state_of = {s.node: s for s in program.states}
         self.cost: list[float] = []
         self.integer: list[int] = []
         self.rows = _Rows()
@@ -206,21 +234,9 @@ class _Problem:
             for i in range(len(dim) - 1):
                 for j in range(i + 2, len(dim) + 1):
                     run = dim[i:j]
-                    if spec.sizes[run[0]] % self.k and self.together(spec, run):
+                    if spec.sizes[run[0]] % self.k:
                         found.append("+".join(run))
         return list(dict.fromkeys(found))
-
-    def together(self, spec: Spec, run: tuple[str, ...]) -> bool:
-        """Whether the factors of `run` stand side by side wherever one of them stands."""
-        for side in (*spec.inputs, *spec.outputs):
-            for dim in side:
-                if set(dim) & set(run):
-                    if not set(run) <= set(dim):
-                        return False
-                    at = dim.index(run[0])
-                    if dim[at : at + len(run)] != run:
-                        return False
-        return True
 
     def splits_work(self, node: fx.Node, spec: Spec, factor: str) -> bool:
         """Whether cutting `factor` splits the parameters of a product (or just the product)."""
@@ -243,19 +259,38 @@ class _Problem:
         if state is None or not state.is_parameter:
             return ["R"]
         plain = [f for f in cut if self.storable(node, spec, f)]
+        if state.layout is not None:
+            held = [f for f in ("R", *plain) if self.holds(node, spec, f, state.layout)]
+            return held or _lost(state)
         pin = self.pinned(state)
         if pin is not None:
-            return [f for f in ("R", *plain) if self.matches(spec, f, pin)] or _bad_pin(state, pin)
+            return [f for f in ("R", *plain) if self.matches(spec, f, pin)] or _bad_pin(
+                state, pin, f"{self.axis}={self.k}"
+            )
         if self.is_large(state) and plain:
             return plain
         return ["R", *plain]
 
-    def pinned(self, state: Any) -> str | None:
-        import fnmatch
+    def fixed(self, node: fx.Node) -> str:
+        """What decides the placement of a parameter beforehand, '' where nothing does."""
+        state = self.state_of.get(node.name)
+        if state is None or not state.is_parameter:
+            return ""
+        return str(state.layout or self.pinned(state) or "")
 
+    def holds(self, node: fx.Node, spec: Spec, option: str, layout: Layout) -> bool:
+        """Whether `option` cuts a parameter over the axis as `layout` does."""
+        choice = {**info(node).choice, self.axis: option}
+        have, want = layout.normal(self.mesh), spec.result_layout(0, choice, self.mesh)
+        want = want.normal(self.mesh)
+        if self.axis not in have.sharded or self.axis not in want.sharded:
+            return self.axis not in have.sharded and self.axis not in want.sharded
+        return have.key(self.axis, self.mesh) == want.key(self.axis, self.mesh)
+
+    def pinned(self, state: Any) -> str | None:
         for pattern, placement in self.strategy.pins.items():
             if any(fnmatch.fnmatchcase(n, pattern) for n in (state.name, *state.aliases)):
-                return placement
+                return str(placement).replace(" ", "")
         return None
 
     def matches(self, spec: Spec, option: str, pin: str) -> bool:
@@ -390,8 +425,17 @@ class _Problem:
         return moved + passes * self.strategy.latency_bytes
 
 
-def _bad_pin(state: Any, pin: str) -> list[str]:
+def _lost(state: Any) -> list[str]:
     raise PlanError(
-        f"{state.name} cannot be pinned to {pin}.",
-        expected="'R' or 'S(dim)' with a dim of at least as many elements as the axis has ranks",
+        f"{state.name} is held as {state.layout}, which the program of this call cannot use.",
+        expected="a call whose operations cut the parameter as those of the first call do",
+        hint="make the module anew with parallelize, or pin the parameter",
+    )
+
+
+def _bad_pin(state: Any, pin: str, axis: str) -> list[str]:
+    raise PlanError(
+        f"{state.name} cannot be pinned to {pin} on {axis}.",
+        where=f"{state.name} of shape {list(state.shape)}",
+        expected="'R', or 'S(dim)' with a dim of at least as many elements as the axis has ranks",
     )

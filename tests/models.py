@@ -73,11 +73,11 @@ def _library() -> Any:
 
 def _bert(rows: int, changes: dict[str, Any]) -> Made:
     t = _library()
-    sizes = dict(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
     config = t.BertConfig(**{**sizes, **changes})
     n = config.vocab_size
     batch = {"input_ids": tokens(rows, n), "attention_mask": mask(rows), "labels": labels(rows, n)}
@@ -86,10 +86,11 @@ def _bert(rows: int, changes: dict[str, Any]) -> Made:
 
 def _gpt2(rows: int, changes: dict[str, Any]) -> Made:
     t = _library()
-    sizes = dict(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
+        "eos_token_id": 0,
+    }  # fmt: skip
     config = t.GPT2Config(**{**sizes, **changes})
     n = config.vocab_size
     return t.GPT2LMHeadModel(config), {"input_ids": tokens(rows, n), "labels": labels(rows, n)}
@@ -97,10 +98,10 @@ def _gpt2(rows: int, changes: dict[str, Any]) -> Made:
 
 def _llama(rows: int, changes: dict[str, Any]) -> Made:
     t = _library()
-    sizes = dict(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=64, max_position_embeddings=32,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 32,
+    }  # fmt: skip
     config = t.LlamaConfig(**{**sizes, **changes})
     n = config.vocab_size
     batch = {"input_ids": tokens(rows, n), "attention_mask": mask(rows), "labels": labels(rows, n)}
@@ -109,10 +110,10 @@ def _llama(rows: int, changes: dict[str, Any]) -> Made:
 
 def _t5(rows: int, changes: dict[str, Any]) -> Made:
     t = _library()
-    sizes = dict(
-        vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=4, d_ff=64, d_kv=8,
-        decoder_start_token_id=0, dropout_rate=0.0,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8,
+        "decoder_start_token_id": 0, "dropout_rate": 0.0,
+    }  # fmt: skip
     config = t.T5Config(**{**sizes, **changes})
     n = config.vocab_size
     batch = {
@@ -125,10 +126,10 @@ def _t5(rows: int, changes: dict[str, Any]) -> Made:
 
 def _vit(rows: int, changes: dict[str, Any]) -> Made:
     t = _library()
-    sizes = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        image_size=16, patch_size=4, num_labels=10,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64, "image_size": 16, "patch_size": 4, "num_labels": 10,
+    }  # fmt: skip
     config = t.ViTConfig(**{**sizes, **changes})
     kinds = torch.randint(0, config.num_labels, (rows,))
     kinds[0] = -100
@@ -138,7 +139,7 @@ def _vit(rows: int, changes: dict[str, Any]) -> Made:
 
 def _resnet(rows: int, changes: dict[str, Any]) -> Made:
     t = _library()
-    sizes = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=10)
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 10}
     config = t.ResNetConfig(**{**sizes, **changes})
     kinds = torch.randint(0, config.num_labels, (rows,))
     kinds[0] = -100

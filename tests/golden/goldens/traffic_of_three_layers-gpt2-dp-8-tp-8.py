@@ -1,0 +1,21 @@
+# gpt2, 3 layers, 64 x 1024 tokens, dp=8, tp=8, sequence=True
+# backward dp all_reduce             x3      290.530 MiB
+# backward dp all_reduce_bucket      x2       17.808 MiB
+# backward tp all_gather_replicated  x3       63.000 MiB
+# backward tp all_reduce             x1        0.055 MiB
+# backward tp all_reduce_bucket      x1        0.072 MiB
+# backward tp all_to_all             x3       23.625 MiB
+# backward tp reduce_scatter         x11     338.833 MiB
+# forward  dp all_reduce             x2        0.000 MiB
+# forward  tp all_gather             x11     338.833 MiB
+# forward  tp all_reduce             x3        0.109 MiB
+# forward  tp all_to_all             x3       23.625 MiB
+# forward  tp reduce_scatter         x3       63.000 MiB
+# gpt2, 3 layers, 64 x 1024 tokens, dp=8, tp=8, sequence=False
+# backward dp all_reduce             x1        5.250 MiB
+# backward dp all_reduce_bucket      x1       50.047 MiB
+# backward tp all_reduce             x8      294.055 MiB
+# backward tp all_to_all             x6       31.500 MiB
+# forward  dp all_reduce             x2        0.000 MiB
+# forward  tp all_reduce             x10     294.109 MiB
+# forward  tp all_to_all             x6       31.500 MiB
