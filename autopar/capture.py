@@ -21,7 +21,15 @@ from autopar.errors import CaptureError, InputError
 from autopar.layout import Mesh
 from autopar.program import Input, NodeInfo, Output, Program, State, copied, set_info
 
-__all__ = ["Arguments", "as_call", "bind_arguments", "capture", "empty_like", "position_names", "skeleton"]
+__all__ = [
+    "Arguments",
+    "as_call",
+    "bind_arguments",
+    "capture",
+    "empty_like",
+    "position_names",
+    "skeleton",
+]
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__))
@@ -81,7 +89,8 @@ def bind_arguments(
     for path, leaf in paths:
         if isinstance(leaf, Tensor):
             words = re.findall(r"[\w]+", "".join(str(k) for k in path[1:]))
-            if path[0].idx == 0 and int(words[0]) < len(positions):
+            positional = "[0]" in str(path[0])  # of (args, kwargs)
+            if positional and int(words[0]) < len(positions):
                 words[0] = positions[int(words[0])]
             names.append(".".join(words) or f"arg{len(tensors)}")
             leaves.append(_Slot(len(tensors)))

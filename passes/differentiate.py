@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.compat import FakeTensorMode, make_fx
+from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
 from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info
 
@@ -177,7 +177,9 @@ class _Traces:
             tangents = [next(placeholders) for _ in r.cotangents]
             results = [next(out) for _ in range(self.count(r))]
             gradients = [next(out) for g in r.grads if g]
-            self.table[key] = _parted(inputs, tangents, results, gradients, order)
+            trace = _parted(inputs, tangents, results, gradients, order)
+            _check_writes(r, trace)
+            self.table[key] = trace
 
     def count(self, request: _Request) -> int:
         """Number of results of a call."""
@@ -189,6 +191,19 @@ class _Traces:
         """The trace of a request."""
         self.prepare([request])
         return self.table[request.key()]
+
+
+def _check_writes(request: _Request, trace: _Trace) -> None:
+    """Refuse a call that is made of operations which write in place: tracing loses gradients."""
+    for node in trace.forward:
+        schema = schema_of(node.target)
+        if schema is not None and schema.is_mutable:
+            raise AutoparError(
+                f"The gradient of {request.target} cannot be traced: it writes in place by "
+                f"{node.target}.",
+                expected="an operation made of functional ones",
+                hint="write it in simpler operations in the model, and report it",
+            )
 
 
 def _parted(
@@ -374,7 +389,7 @@ class _Stringing:
         else:
             new = self.graph.node_copy(node, lambda n: self.value[n])
             new.meta = {"val": self.fakes[node]}
-            set_info(new, dataclasses.replace(info(node), origin=node.name))
+            set_info(new, dataclasses.replace(info(node), origin=_source(node)[0].name))
             self.value[node] = new
 
     def forward(self, node: fx.Node, request: _Request) -> None:

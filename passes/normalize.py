@@ -252,6 +252,21 @@ def _mean(splicer: Splicer, node: fx.Node) -> None:
     splicer.replace(node, mean, x)
 
 
+def _pool_to_one(splicer: Splicer, node: fx.Node) -> None:
+    """Adaptive average pooling to a single cell is a mean over space, which may be cut."""
+    size = node.args[1]
+    assert isinstance(size, (list, tuple))
+    if any(n != 1 for n in size):
+        return
+
+    def pooled(x: Tensor) -> Tensor:
+        dims = list(range(x.dim() - len(size), x.dim()))
+        total = x.sum(dims, keepdim=True)
+        return total / (x.numel() / max(total.numel(), 1))
+
+    splicer.replace(node, pooled, node.args[0])
+
+
 def _cross_entropy(splicer: Splicer, node: fx.Node) -> None:
     call = Call.of(node)
     if call["reduction"] != _MEAN:
@@ -412,6 +427,10 @@ _HANDLERS: dict[str, Handler] = {
             _convolution,
         ),
         ("mean.default mean.dim", _mean),
+        (
+            "adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default",
+            _pool_to_one,
+        ),
         ("cross_entropy_loss.default", _cross_entropy),
         ("nll_loss.default nll_loss_nd.default nll_loss2d.default", _nll),
         (

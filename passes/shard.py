@@ -271,6 +271,10 @@ class _Lowering:
             node = self.exchange(value, node, have, want, moving[0])
             moving, target = [], []
         current = have if node is self.values[value] else want
+        for axis in names:  # before gathers: the gradient is then reduced last, on a shard
+            if grad and current.kind(axis) == "R" and want.kind(axis) == "V":
+                current = _marked(current, axis, "V")
+                node = self.step(value, node, ops.vary.default, (axis,), current)
         for axis in sorted(moving, key=lambda a: -self.depth(have, a)):
             varies = grad and (want.kind(axis) == "V" or axis in target)
             name = "all_gather" if varies else "all_gather_replicated"

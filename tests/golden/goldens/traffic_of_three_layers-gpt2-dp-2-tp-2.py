@@ -1,6 +1,6 @@
 # gpt2, 3 layers, 64 x 1024 tokens, dp=2, tp=2, sequence=True
-# backward dp all_reduce             x3      223.857 MiB
-# backward dp all_reduce_bucket      x3       40.589 MiB
+# backward dp all_reduce             x1        1.500 MiB
+# backward dp all_reduce_bucket      x3      114.209 MiB
 # backward tp all_gather_replicated  x6      288.000 MiB
 # backward tp all_reduce             x1        0.125 MiB
 # backward tp all_reduce_bucket      x1        0.059 MiB
@@ -10,8 +10,8 @@
 # forward  tp all_reduce             x3        0.250 MiB
 # forward  tp reduce_scatter         x6      288.000 MiB
 # gpt2, 3 layers, 64 x 1024 tokens, dp=2, tp=2, sequence=False
-# backward dp all_reduce             x3      223.857 MiB
-# backward dp all_reduce_bucket      x3       40.589 MiB
+# backward dp all_reduce             x1        3.000 MiB
+# backward dp all_reduce_bucket      x3      114.209 MiB
 # backward tp all_reduce             x7      576.125 MiB
 # backward tp all_reduce_bucket      x1        0.041 MiB
 # backward tp reduce_scatter         x2       75.119 MiB

@@ -1,6 +1,6 @@
 # gpt2, 3 layers, 64 x 1024 tokens, dp=8, tp=8, sequence=True
-# backward dp all_reduce             x3      290.530 MiB
-# backward dp all_reduce_bucket      x2       17.808 MiB
+# backward dp all_reduce             x1        0.656 MiB
+# backward dp all_reduce_bucket      x2       50.016 MiB
 # backward tp all_gather_replicated  x3       63.000 MiB
 # backward tp all_reduce             x1        0.055 MiB
 # backward tp all_reduce_bucket      x1        0.072 MiB
