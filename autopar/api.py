@@ -167,6 +167,7 @@ def _compile(
     program = Expand().run(program)
     for axis in mesh.names:
         Follow(axis).annotate(program)
+    program = program.replace(level="annotated")
     check_annotated(program, "expand")
     compiled = Compiled(program, type(bones).__name__, uneven_atoms(program))
     places = compiled.places()

@@ -16,6 +16,7 @@ from autopar.errors import InputError
 from autopar.layout import Atom
 from autopar.program import Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
+from autopar.text import show
 
 __all__ = ["Compiled", "uneven_atoms"]
 
@@ -95,6 +96,19 @@ class Compiled:
         if phase not in graphs:
             raise InputError(f"There is no phase {phase!r}.", expected=", ".join(graphs))
         return graphs[phase]
+
+    def text(self, level: str = "spmd", rank: int = 0) -> str:
+        """The program of `rank` as text that parses back: level 'annotated' or 'spmd'.
+
+        Raises:
+            InputError: there is no such level.
+        """
+        coordinate = self.annotated.mesh.coordinate(rank)
+        if level == "annotated":
+            return show(self.annotated, coordinate)
+        if level == "spmd":
+            return show(self.of(rank).program, coordinate)
+        raise InputError(f"There is no level {level!r}.", expected="annotated, spmd")
 
     @property
     def plan(self) -> dict[str, Any]:

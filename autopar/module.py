@@ -25,6 +25,7 @@ from autopar.parameters import Placer, is_whole, no_values, state
 from autopar.program import Phases, State
 from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.executor import Executor
+from autopar.source import Source
 
 __all__ = ["ParallelModule"]
 
@@ -67,7 +68,8 @@ class ParallelModule(nn.Module):
         self.training = model.training
         self._mesh, self._compile_step = mesh, compile_step
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._source = _source(model)
+        self._source = Source(model)
+        self._version = self._source.version()
         self._positions = position_names(model)
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
@@ -160,16 +162,16 @@ class ParallelModule(nn.Module):
         """The compiled step for a call, compiled now where its shapes or the model are new."""
         self._check_devices(arguments)
         rows = self._batch.rows(arguments) if rows is None else rows
-        source = _source(self.__dict__["_model"])
-        if source != self._source:  # a forward or a sub-module was replaced
-            self._source = source
+        version = self._source.version()
+        if version != self._version:  # a forward or a sub-module was replaced
+            self._version = version
             self._held = {n: v for n, v in self._held.items() if not is_whole(state(self, n))}
             self._positions = position_names(self.__dict__["_model"])
             self._skeleton[0] = skeleton(self.__dict__["_model"], self._mode)
         grad = torch.is_grad_enabled()
-        flags = tuple(m.training for m in self.modules())
+        flags = (self.training, *self._source.training())
         wanted = tuple(p.requires_grad for p in self.parameters())
-        key = (arguments.key(), rows.total, grad, flags, wanted, source)
+        key = (arguments.key(), rows.total, grad, flags, wanted, version)
         if key not in self._entries:
             self._entries[key] = self._compile(arguments, rows, grad)
         self._latest = self._entries[key]
@@ -256,22 +258,6 @@ class ParallelModule(nn.Module):
             value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             out[name] = value.detach().clone()
         return out
-
-
-def _source(model: nn.Module) -> tuple[Any, ...]:
-    """What decides the graph beside shapes: the tree of modules, the functions that they run, and
-    the settings of torch's own layers. Other attributes count as constants of the first call."""
-    found: list[Any] = []
-    for name, module in model.named_modules():
-        kind = type(module)
-        found += (name, kind, kind.forward, module.__dict__.get("forward"))
-        if kind.__module__.startswith("torch.nn."):
-            values = module.__dict__.items()
-            found += (kv for kv in values if type(kv[1]) in _SETTINGS and kv[0] != "training")
-    return tuple(found)
-
-
-_SETTINGS = (bool, int, float, str)
 
 
 def _own_rows(value: Tensor, rows: Rows) -> None:

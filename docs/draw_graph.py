@@ -81,6 +81,7 @@ def draw(compiled: autopar.Compiled, title: str) -> str:
     y = {n.name: TOP + i * (HEIGHT + GAP) for i, n in enumerate(rows)}
     boxes, lines = [], []
     side: dict[str, int] = {}
+    free = TOP  # next free height on the left
     for i, node in enumerate(rows):
         here = y[node.name]
         layout = str(info(node).layouts[0])
@@ -90,7 +91,8 @@ def draw(compiled: autopar.Compiled, title: str) -> str:
         boxes.append(box(MIDDLE, here, label(node), layout, kind(node)))
         used = [n for n in node.all_input_nodes if n.name in own]
         for k, operand in enumerate(used):
-            top = here - k * (HEIGHT + GAP)
+            top = max(free, here - (len(used) - 1 - k) * (HEIGHT + GAP))
+            free = top + HEIGHT + GAP
             first, *rest = chains[operand.name]
             colour = (
                 "collective" if any(w.split()[0] not in MOVES_NOTHING for w in rest) else "state"

@@ -23,6 +23,7 @@ from autopar.text import show
 
 BATCH, TIME = 64, 1024
 MIB = 2.0**20
+SEQUENCE = pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
 
 
 def _gpt2(layers: int) -> nn.Module:
@@ -124,7 +125,7 @@ def test_shallow_model_may_cut_the_residual_by_width() -> None:
     assert layer == pytest.approx(4 * 2 * 3 / 4 * activation, rel=1e-3)
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+@SEQUENCE
 def test_attention_is_cut_by_heads(sequence: bool) -> None:
     states = compiled("llama", 3, "dp=8, tp=8", sequence).plan["states"]
     for i in range(3):
@@ -138,7 +139,7 @@ def test_attention_is_cut_by_heads(sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES[:2])
-@pytest.mark.parametrize("sequence", [True, False])
+@SEQUENCE
 def test_fused_attention_keeps_whole_heads_of_query_key_and_value(
     mesh: str, sequence: bool
 ) -> None:
@@ -154,7 +155,7 @@ def test_fused_attention_keeps_whole_heads_of_query_key_and_value(
 
 
 @pytest.mark.parametrize("mesh", MESHES[:2])
-@pytest.mark.parametrize("sequence", [True, False])
+@SEQUENCE
 def test_tied_vocabulary_is_cut_in_embedding_and_loss(mesh: str, sequence: bool) -> None:
     found = compiled("gpt2", 3, mesh, sequence)
     state = next(s for s in found.annotated.states if "wte" in s.name)
@@ -191,7 +192,7 @@ def _reductions(gradient: fx.Node, axis: str) -> set[tuple[fx.Node, int]]:
     return found
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+@SEQUENCE
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "dp=2, tp=2"), ("llama", "dp=8, tp=8")])
 def test_every_gradient_is_reduced_once_over_dp(name: str, mesh: str, sequence: bool) -> None:
     found = compiled(name, 3, mesh, sequence)
@@ -230,12 +231,12 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+        self.qkv, self.out = nn.Linear(512, 1536, bias=False), nn.Linear(512, 512, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         q, k, v = (
-            part.view(batch, time, 4, 4).transpose(1, 2) for part in self.qkv(x).split(width, -1)
+            part.view(batch, time, 8, 64).transpose(1, 2) for part in self.qkv(x).split(width, -1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = x + self.out(y.transpose(1, 2).reshape(batch, time, width))
@@ -255,15 +256,17 @@ def test_code_of_an_mlp(mesh: str, golden: Golden) -> None:
     golden(backward, name="backward")
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+@SEQUENCE
 def test_program_of_an_attention_block(sequence: bool, golden: Golden) -> None:
-    found = autopar.compile(Attention(), "dp=2, tp=2", torch.empty(4, 8, 16), sequence=sequence)
+    x = torch.empty(BATCH, TIME, 512, device="meta")
+    found = autopar.compile(Attention(), "dp=2, tp=2", x, sequence=sequence)
     golden(_stable(show(found.of(0).program, {"dp": 0, "tp": 0})))
 
 
 def test_compilation_is_deterministic() -> None:
     def once() -> tuple[str, str]:
-        found = autopar.compile(Attention(), "dp=2, tp=2", torch.empty(4, 8, 16))
+        x = torch.empty(BATCH, TIME, 512, device="meta")
+        found = autopar.compile(Attention(), "dp=2, tp=2", x)
         return found.code(), found.plan_json()
 
     assert once() == once()

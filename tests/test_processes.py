@@ -1,8 +1,8 @@
 """Training through `autopar.parallelize` in real gloo processes equals one device.
 
 Every worker trains as a user would: DTensor parameters, `torch.optim`, `loss.backward()`,
-`clip_grad_norm_`. The reference is the unmodified model in this process, or the same model on a mesh
-of size 1 where it draws random numbers.
+`clip_grad_norm_`. The reference is the unmodified model in this process, or the same model on a
+mesh of size 1 where it draws random numbers.
 """
 
 from __future__ import annotations
@@ -213,12 +213,12 @@ def trains_own_rows_with_a_loss_in_the_loop(rank: int, n: int) -> Any:
     model, inputs = make("regression", 4)
     parallel = autopar.parallelize(model.net, "dp=2", batch="local")
     x, y = (inputs[k][2 * rank : 2 * rank + 2] for k in ("x", "y"))
-    rows = train(parallel, lambda m: F.mse_loss(m(x), y, reduction="sum") / 8, sgd)
+    rows = train(parallel, lambda m: F.mse_loss(m(x), y), sgd)
     return [{**row, "loss": row["loss"] * 0} for row in rows] if rank == 0 else ""
 
 
-def test_losses_of_own_rows_add_up(pool: Pool) -> None:
-    """Without the loss in the model, gradients are those of the sum of the ranks' losses."""
+def test_means_over_own_rows_are_the_mean_over_all(pool: Pool) -> None:
+    """Without the loss in the model, each rank's mean counts for its share of the batch."""
     rows, _ = pool.run(2, trains_own_rows_with_a_loss_in_the_loop)
     model, inputs = make("regression", 4)
     want = train(model.net, lambda m: F.mse_loss(m(inputs["x"]), inputs["y"]), sgd)

@@ -20,7 +20,7 @@ ORDER = [
     {"layout"},
     {"program"},
     {"collectives", "rules", "text"},
-    {"cost", "check", "static"},
+    {"cost", "check", "source", "static"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
     {"codegen"},

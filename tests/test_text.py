@@ -38,7 +38,7 @@ def compiled() -> autopar.Compiled:
 def test_text_parses_back_to_the_same_text(compiled: autopar.Compiled, level: str) -> None:
     at = {"dp": 0, "tp": 0}
     program = compiled.annotated if level == "annotated" else compiled.of(0).program
-    text = show(program, at)
+    text = compiled.text(level)
     again = parse(text)
     assert show(again, at) == text
     assert [n.name for n in again.graph.graph.nodes] == [
