@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from autopar import rules
     from autopar.api import compile, parallelize
     from autopar.compiled import Compiled
+    from autopar.errors import AutoparError
     from autopar.layout import Mesh, mesh
     from autopar.module import ParallelModule
     from autopar.verification import verify
 
 __all__ = [
+    "AutoparError",
     "Compiled",
     "Mesh",
     "ParallelModule",
@@ -30,6 +32,7 @@ _HOMES = {
     "Compiled": "autopar.compiled",
     "Mesh": "autopar.layout",
     "ParallelModule": "autopar.module",
+    "AutoparError": "autopar.errors",
     "compile": "autopar.api",
     "mesh": "autopar.layout",
     "parallelize": "autopar.api",

@@ -121,9 +121,7 @@ class Batch:
         """
         if self.mesh.size == 1:
             return
-        mine = {
-            n: _fingerprint(t) for n, t in zip(arguments.names, arguments.tensors, strict=True)
-        }
+        mine = {n: _fingerprint(t) for n, t in zip(arguments.names, arguments.tensors, strict=True)}
         everyone = self.comm.exchange(mine)
         first: dict[int, int] = {}
         for rank, theirs in enumerate(everyone):  # every rank finds the same pair and raises
@@ -133,8 +131,7 @@ class Batch:
             bad = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]
             if bad:
                 raise BatchError(
-                    f"Ranks {other} and {rank} were given different batches "
-                    f"(batch={self.mode!r}).",
+                    f"Ranks {other} and {rank} were given different batches (batch={self.mode!r}).",
                     where="argument " + ", ".join(bad),
                     expected="the same values on both ranks",
                     hint="pass batch='local' if every data-parallel rank loads its own rows"

@@ -220,6 +220,7 @@ def capture(
             warnings.simplefilter("ignore")
             exported = torch.export.export(traced, arguments.tensors, strict=False)
             if not _functional(exported.graph_module, known):
+                _inline_submodules(exported.graph_module)  # it would forget no_grad regions
                 exported = exported.run_decompositions({})
     except Exception as error:
         raise _capture_error(error) from error
@@ -301,8 +302,8 @@ def _program(
     named_buffers = dict(traced.model.named_buffers(remove_duplicate=False))
     every: dict[str, Any] = {**named, **named_buffers}
     by_id: dict[int, list[str]] = {}
-    for name, tensor in (*named.items(), *named_buffers.items()):
-        by_id.setdefault(id(tensor), []).append(name)
+    for name, value in every.items():
+        by_id.setdefault(id(value), []).append(name)
 
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     states: list[State] = []
@@ -411,7 +412,7 @@ def _clean_copy(graph: fx.Graph) -> fx.Graph:
 def _inline_submodules(gm: fx.GraphModule) -> None:
     """Put the body of a grad-mode or autocast region in place of its call.
 
-    Values that leave a region without gradients are detached.
+    Operands of a region without gradients are detached: what it writes into them is, too.
     """
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or "wrap_with" not in str(node.target):
@@ -424,6 +425,11 @@ def _inline_submodules(gm: fx.GraphModule) -> None:
         inner_inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         mapping = dict(zip(inner_inputs, operands, strict=True))
         with gm.graph.inserting_before(node):
+            for inner in inner_inputs if no_grad else ():
+                mapping[inner] = gm.graph.call_function(
+                    torch.ops.aten.detach.default, (mapping[inner],)
+                )
+                mapping[inner].meta = dict(inner.meta)
             for inner in body.graph.nodes:
                 if inner.op in ("placeholder", "output"):
                     continue
@@ -431,13 +437,6 @@ def _inline_submodules(gm: fx.GraphModule) -> None:
                 mapping[inner].meta = dict(inner.meta)
             outs = body.graph.output_node().args[0]
             values = [mapping[o] for o in (outs if isinstance(outs, (list, tuple)) else [outs])]
-            if no_grad:
-                detached = []
-                for v in values:
-                    d = gm.graph.call_function(torch.ops.aten.detach.default, (v,))
-                    d.meta = dict(v.meta)
-                    detached.append(d)
-                values = detached
         for user in list(node.users):
             if user.target is operator.getitem:
                 user.replace_all_uses_with(values[user.args[1]])

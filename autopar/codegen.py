@@ -67,7 +67,10 @@ def _function(name: str, graph: fx.Graph, comments: list[str], n_results: int) -
         lines.append(f"        {node.name},{remark}")
     lines += ["    ) = inputs", "    inputs.clear()"]
     place = ""
+    late = _awaited_last(body, output)
     for node in body:
+        if node.target is operator.getitem and node.args[0] in late:
+            continue
         record = info(node)
         here = " ".join(
             w for w in (record.module, f"({record.source})" if record.source else "") if w
@@ -78,10 +81,16 @@ def _function(name: str, graph: fx.Graph, comments: list[str], n_results: int) -
         remark = f"  # {record.layouts[0]}" if record.layouts and name == "forward" else ""
         dead = [n.name for n in node.all_input_nodes if last_use[n] is node and n.op != "output"]
         tail = f"; del {', '.join(dead)}" if dead else ""
-        lines.append(f"    {node.name} = {_call(node)}{tail}{remark}")
+        call = _call(node).replace("(", "_start(", 1) if node in late else _call(node)
+        lines.append(f"    {node.name} = {call}{tail}{remark}")
         if node not in last_use:
             lines.append(f"    del {node.name}")
-    values = [_value(v) for v in output.args[0]]  # type: ignore[union-attr]
+    lines += [f"    {node.name} = {node.name}.wait()" for node in late]
+    results: Any = output.args[0]
+    values = [
+        _call(v) if isinstance(v, fx.Node) and v.args and v.args[0] in late else _value(v)
+        for v in results
+    ]
     if n_results >= 0:
         lines.append(f"    return [{', '.join(values[:n_results])}], [")
         lines += [f"        {v}," for v in values[n_results:]]
@@ -89,6 +98,16 @@ def _function(name: str, graph: fx.Graph, comments: list[str], n_results: int) -
     else:
         lines += ["    return [", *(f"        {v}," for v in values), "    ]"]
     return "\n".join(lines) + "\n"
+
+
+def _awaited_last(body: list[fx.Node], output: fx.Node) -> dict[fx.Node, None]:
+    """Reductions whose results only leave: they run beside the rest and are awaited at the end."""
+    found: dict[fx.Node, None] = {}
+    for node in body:
+        if node.target is torch.ops.autopar.all_reduce_bucket.default:
+            if all(set(taken.users) == {output} for taken in node.users):
+                found[node] = None
+    return found
 
 
 def _call(node: fx.Node) -> str:

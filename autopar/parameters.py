@@ -53,9 +53,7 @@ class Placer:
         device_mesh: the user's own, or None to make one when it is first needed.
     """
 
-    def __init__(
-        self, mesh: Mesh, coordinate: dict[str, int], device_mesh: Any = None
-    ) -> None:
+    def __init__(self, mesh: Mesh, coordinate: dict[str, int], device_mesh: Any = None) -> None:
         self.mesh, self.coordinate = mesh, coordinate
         self.device_mesh = device_mesh
 
@@ -133,9 +131,6 @@ def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
         table[old] = new
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not len(table):
-            handle.remove()
-            return
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
                 new = table.get(p)
@@ -147,7 +142,7 @@ def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
                         k: _like_parameter(v, p, new) for k, v in optimizer.state.pop(p).items()
                     }
 
-    handle = register_optimizer_step_pre_hook(hook)
+    register_optimizer_step_pre_hook(hook)
 
 
 def _like_parameter(value: Any, old: Tensor, new: Any) -> Any:

@@ -168,6 +168,7 @@ class _Traces:
         with self.mode:
             values = [[_fake(v) for v in (*r.operands, *r.cotangents)] for r in new.values()]
             graph = make_fx(run)(values).graph
+        _without_writes(graph)
         _clean(graph)
         placeholders = iter([n for n in graph.nodes if n.op == "placeholder"])
         out = iter(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -191,6 +192,36 @@ class _Traces:
         """The trace of a request."""
         self.prepare([request])
         return self.table[request.key()]
+
+
+def _without_writes(graph: fx.Graph) -> None:
+    """Turn writes into new values: composite operations fill what they have just made in place.
+
+    Only where the written tensor is fresh and nothing views it; `_check_writes` refuses the others.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _aliases(node):
+            continue
+        name = node.target.overloadpacket.__name__
+        functional = getattr(getattr(aten, name[:-1], None), str(node.target).split(".")[-1], None)
+        written = node.args[0] if node.args else None
+        if not name.endswith("_") or functional is None or not isinstance(written, fx.Node):
+            continue
+        fresh = written.op == "call_function" and not _aliases(written)
+        others = [u for u in written.users if u is not node]
+        if not fresh or any(_aliases(u) for u in others):
+            continue
+        node.target = functional
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        for user in others:
+            if order[user] > order[node]:
+                user.replace_input_with(written, node)
+
+
+def _aliases(node: fx.Node) -> bool:
+    """Whether the result of a call shares memory with an operand."""
+    schema = schema_of(node.target)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _check_writes(request: _Request, trace: _Trace) -> None:

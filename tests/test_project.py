@@ -35,7 +35,16 @@ ORDER = [
 ANYWHERE = {"compat"}  # may be imported by all, imports nothing of autopar
 INWARD = {"rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
-RUNTIME_USERS = {"batch", "inductor", "parameters", "module", "verification", "api", "__main__", "__init__"}
+RUNTIME_USERS = {
+    "batch",
+    "inductor",
+    "parameters",
+    "module",
+    "verification",
+    "api",
+    "__main__",
+    "__init__",
+}
 ALONE = {"testing"}
 
 

@@ -41,9 +41,7 @@ def test_text_parses_back_to_the_same_text(compiled: autopar.Compiled, level: st
     text = compiled.text(level)
     again = parse(text)
     assert show(again, at) == text
-    assert [n.name for n in again.graph.graph.nodes] == [
-        n.name for n in program.graph.graph.nodes
-    ]
+    assert [n.name for n in again.graph.graph.nodes] == [n.name for n in program.graph.graph.nodes]
     for a, b in zip(again.graph.graph.nodes, program.graph.graph.nodes, strict=True):
         assert a.target == b.target
         if isinstance(b.meta.get("val"), torch.Tensor):
