@@ -382,6 +382,7 @@ def _program(
 
     for node in graph.nodes:
         set_info(node, NodeInfo(source=_source(node), module=_module(node)))
+        _refuse_hidden_writes(node)
     assert traced.result.spec is not None, "forward has run"
     sizes = [i.shape[0] for i in inputs if i.shape]
     batch = max(set(sizes), key=lambda n: (sizes.count(n), -sizes.index(n))) if sizes else 0
@@ -399,6 +400,20 @@ def _program(
         batch,
         constants,
     )
+
+
+def _refuse_hidden_writes(node: fx.Node) -> None:
+    """Export forgets that instance norm updates its running statistics in training."""
+    if node.target is not torch.ops.aten.instance_norm.default:
+        return
+    _, _, _, running_mean, _, use_input_stats = node.args[:6]
+    if running_mean is not None and use_input_stats:
+        raise CaptureError(
+            "Instance norm with tracked statistics is updated in training, which tracing loses.",
+            where=" · ".join(w for w in (_module(node), _source(node)) if w),
+            expected="track_running_stats=False, or the module in eval mode",
+            hint="keep the statistics in a buffer that forward assigns, or use BatchNorm",
+        )
 
 
 def _clean_copy(graph: fx.Graph) -> fx.Graph:

@@ -104,9 +104,9 @@ def _awaited_last(body: list[fx.Node], output: fx.Node) -> dict[fx.Node, None]:
     """Reductions whose results only leave: they run beside the rest and are awaited at the end."""
     found: dict[fx.Node, None] = {}
     for node in body:
-        if node.target is torch.ops.autopar.all_reduce_bucket.default:
-            if all(set(taken.users) == {output} for taken in node.users):
-                found[node] = None
+        bucket = node.target is torch.ops.autopar.all_reduce_bucket.default
+        if bucket and all(set(taken.users) == {output} for taken in node.users):
+            found[node] = None
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from autopar.parameters import Placer, is_whole, no_values, state
 from autopar.program import Phases, State
 from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.executor import Executor
+from autopar.runtime.pieces import piece
 from autopar.source import Source
 
 __all__ = ["ParallelModule"]
@@ -74,6 +76,7 @@ class ParallelModule(nn.Module):
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
         self._latest: _Entry | None = None
+        self._hinted = False
         self._held: dict[str, Layout] = {}  # placements of the states, chosen at the first call
         self._steps = 0
         self._comm = _communicator(mesh)
@@ -188,6 +191,8 @@ class ParallelModule(nn.Module):
         compiled = self._compile_step(bones, whole, grad, self._comm.rank, self._held)
         phases = compiled.of(self._comm.rank)
         functions = self._functions(phases, compiled.title)
+        if grad and phases.gradients and not any(o.is_loss for o in phases.program.outputs):
+            self._hint_loss()
         states = list(phases.program.states)
         if self._mesh.size > 1:  # a single rank keeps its parameters as they are
             new = [s for s in states if s.name not in self._held]
@@ -205,6 +210,17 @@ class ParallelModule(nn.Module):
         layouts = [i.layout for i in phases.program.inputs]
         assert all(x is not None for x in layouts), "lowering places every input"
         return _Entry(compiled, executor, layouts, states)  # type: ignore[arg-type]
+
+    def _hint_loss(self) -> None:
+        """Say once that a loss inside the program saves gathering the outputs."""
+        if self._hinted or self._mesh.size == 1 or self._comm.rank:
+            return
+        self._hinted = True
+        warnings.warn(
+            "The model returns no loss, so its outputs are gathered on every rank. Faster: "
+            "parallelize(model, mesh, loss=fn), called as model(x, targets=y).",
+            stacklevel=7,
+        )
 
     def _functions(self, phases: Phases, title: str) -> Functions:
         if self._backend == "inductor":
@@ -250,6 +266,23 @@ class ParallelModule(nn.Module):
                     _own_rows(value, rows)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, program.out_spec)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load DTensors as they are, and whole tensors by taking this rank's pieces."""
+        layouts = {id(state(self, n)): layout for n, layout in self._held.items()}
+        known = {n for n, _ in self.named_parameters(remove_duplicate=False)}
+        placed = {}
+        for name, value in state_dict.items():
+            target = state(self, name) if name in known else None
+            if target is not None and not is_whole(target) and is_whole(value):
+                layout = layouts[id(target)]
+                if tuple(value.shape) == tuple(target.shape):
+                    local = piece(value, layout, self._mesh, self._comm.coordinate)
+                    value = self._placer.dtensor(local.to(target.device), layout)
+            placed[name] = value
+        return super().load_state_dict(placed, strict=strict, assign=assign)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole plain state dict, the same on every rank."""
