@@ -30,14 +30,11 @@ def backward(comm, device, inputs):
     sum_1 = aten.sum.dim_IntList(threshold_backward, [0], True); del threshold_backward
     view = aten.reshape.default(sum_1, [16]); del sum_1
     t_3 = aten.t.default(t_2); del t_2
-    all_reduce_bucket_default = comm.all_reduce_bucket([view_1, t_8, view, t_3], 'dp'); del view_1, t_8, view, t_3
-    getitem = all_reduce_bucket_default[0]
-    getitem_1 = all_reduce_bucket_default[1]
-    getitem_2 = all_reduce_bucket_default[2]
-    getitem_3 = all_reduce_bucket_default[3]; del all_reduce_bucket_default
+    all_reduce_bucket_default = comm.all_reduce_bucket_start([view_1, t_8, view, t_3], 'dp'); del view_1, t_8, view, t_3
+    all_reduce_bucket_default = all_reduce_bucket_default.wait()
     return [
-        getitem_3,
-        getitem_2,
-        getitem_1,
-        getitem,
+        all_reduce_bucket_default[3],
+        all_reduce_bucket_default[2],
+        all_reduce_bucket_default[1],
+        all_reduce_bucket_default[0],
     ]
