@@ -42,6 +42,7 @@ def equal(model: nn.Module, inputs: Any, mesh: str, plan: str = "sequence", **op
         axes = autopar.mesh(mesh).names
         made = {"dp": Data("dp"), "tp": Tensors("tp", latency_bytes=0.0)}
         options["strategy"] = [made[axis] for axis in axes]
+    options.setdefault("lr", 0.02)  # larger steps blow up the roundings of models that cast
     report = autopar.verify(
         model, mesh, inputs, steps=3, sequence=plan != "replicated", strict=True, **options
     )

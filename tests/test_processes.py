@@ -76,7 +76,7 @@ def digest(rows: list[Arrays]) -> str:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+    return torch.optim.SGD(parameters, lr=0.02)
 
 
 def trace(rows: list[Arrays], model: nn.Module) -> Trace:
