@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.compat import StridedShard
 from autopar.errors import InputError
 from autopar.layout import Layout, Mesh
+from autopar.optimizers import adopt
 from autopar.program import State
 from autopar.runtime.pieces import piece
 
@@ -115,40 +114,4 @@ class Placer:
                 path, _, leaf = name.rpartition(".")
                 owner = module.get_submodule(path) if path else module
                 owner._parameters[leaf] = new
-        _repoint_optimizers(replaced)
-
-
-def _repoint_optimizers(replaced: list[tuple[Tensor, Tensor]]) -> None:
-    """Let optimizers made before the first call step the new parameters.
-
-    torch calls the hook before every optimizer step of the process. Old parameters are held weakly:
-    one that no optimizer holds is gone, and its id may belong to another tensor.
-    """
-    table: Any = WeakTensorKeyDictionary()
-    for old, new in replaced:
-        if old.grad is not None and is_whole(old.grad):
-            old.grad = None  # a gradient of before; DTensor parameters start without
-        table[old] = new
-
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for i, p in enumerate(group["params"]):
-                new = table.get(p)
-                if new is None:
-                    continue
-                group["params"][i] = new
-                if p in optimizer.state:
-                    optimizer.state[new] = {
-                        k: _like_parameter(v, p, new) for k, v in optimizer.state.pop(p).items()
-                    }
-
-    register_optimizer_step_pre_hook(hook)
-
-
-def _like_parameter(value: Any, old: Tensor, new: Any) -> Any:
-    """Optimizer state of a whole parameter, cut like its DTensor."""
-    if not isinstance(value, Tensor) or value.shape != old.shape or value.dim() == 0:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, new.device_mesh, new.placements)
+        adopt(replaced)

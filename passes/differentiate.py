@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
+from autopar.passes.trace import TRANSPARENT, Request, Trace, Traces, ancestors, fake_like
 from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info
 
 __all__ = ["Differentiate"]
 
 aten = torch.ops.aten
-_TRANSPARENT = (aten.detach.default, aten.alias.default, torch.ops.autopar.vary.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Differentiate:
 
     device: str = "cpu"
     gradients: bool = True
-    traces: _Traces = field(default_factory=lambda: _Traces())
+    traces: Traces = field(default_factory=Traces)
     name: str = "differentiate"
 
     def run(self, program: Program) -> Phases:
@@ -66,268 +65,20 @@ def _roots(program: Program) -> list[int]:
     return [i for i in losses if out[i].meta.get("requires_grad")]
 
 
-# --- one call ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """The graph of one call: operands and cotangents -> results and gradients of the operands."""
-
-    inputs: tuple[fx.Node, ...]
-    tangents: tuple[fx.Node, ...]
-    forward: tuple[fx.Node, ...]
-    backward: tuple[fx.Node, ...]
-    results: tuple[Any, ...]
-    gradients: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What a trace is made of.
-
-    Args:
-        args, kwargs: arguments with operands as `_Ref`.
-        operands: fake operands.
-        grads: which of them need a gradient.
-        mask: results that have a cotangent.
-        cotangents: fake cotangents.
-    """
-
-    target: Any
-    args: Any
-    kwargs: Any
-    operands: tuple[Tensor, ...]
-    grads: tuple[bool, ...]
-    mask: tuple[int, ...]
-    cotangents: tuple[Tensor, ...]
-
-    def key(self) -> Any:
-        """Equal for requests with the same trace."""
-        looks = tuple(map(_look, self.operands)), tuple(map(_look, self.cotangents))
-        return (self.target, _frozen(self.args), _frozen(self.kwargs), looks, self.grads, self.mask)
-
-    def results(self, operands: list[Tensor]) -> list[Any]:
-        """Run the call."""
-        out = self.target(*_filled(self.args, operands), **_filled(self.kwargs, operands))
-        return [out] if isinstance(out, Tensor) else list(out)
-
-    def joint(
-        self, operands: list[Tensor], cotangents: list[Tensor]
-    ) -> tuple[list[Any], list[Any]]:
-        """Results, and gradients of the operands that need one."""
-        values = [
-            v.detach().requires_grad_(True) if g else v
-            for v, g in zip(operands, self.grads, strict=True)
-        ]
-        out = self.results(values)
-        wanted = [v for v, g in zip(values, self.grads, strict=True) if g]
-        pairs = zip((out[i] for i in self.mask), cotangents, strict=True)
-        live = [(root, seed) for root, seed in pairs if root.requires_grad]  # zeros_like has none
-        if not live:
-            return out, [None] * len(wanted)
-        roots, seeds = zip(*live, strict=True)
-        return out, list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
-
-
-@dataclass(slots=True)
-class _Traces:
-    """Traces and fake results of calls, by what decides them."""
-
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode())
-    table: dict[Any, _Trace] = field(default_factory=dict)
-    fakes: dict[Any, list[Any]] = field(default_factory=dict)
-
-    def request(self, node: fx.Node, operands: list[Tensor]) -> _Request:
-        """The call at `node` on fake operands, nothing differentiated."""
-        index = {n: i for i, n in enumerate(node.all_input_nodes)}
-        refer: Any = lambda n: _Ref(index[n])  # noqa: E731
-        args, kwargs = fx.map_arg((node.args, node.kwargs), refer)
-        none = (False,) * len(operands)
-        return _Request(node.target, args, kwargs, tuple(operands), none, (), ())
-
-    def results(self, request: _Request) -> list[Any]:
-        """Fake results of a call."""
-        key = request.key()
-        if key not in self.fakes:
-            with self.mode, torch.no_grad():
-                self.fakes[key] = request.results(list(request.operands))
-        return self.fakes[key]
-
-    def prepare(self, requests: Iterable[_Request]) -> None:
-        """Trace what is not yet traced, all in one go: starting a trace costs as much as a call."""
-        new = {key: r for r in requests if (key := r.key()) not in self.table}
-        if not new:
-            return
-
-        def run(values: list[list[Tensor]]) -> list[Any]:
-            return [
-                r.joint(v[: len(r.operands)], v[len(r.operands) :])
-                for r, v in zip(new.values(), values, strict=True)
-            ]
-
-        with self.mode:
-            values = [[_fake(v) for v in (*r.operands, *r.cotangents)] for r in new.values()]
-            graph = make_fx(run)(values).graph
-        _without_writes(graph)
-        _clean(graph)
-        placeholders = iter([n for n in graph.nodes if n.op == "placeholder"])
-        out = iter(graph.output_node().args[0])  # type: ignore[arg-type]
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        for key, r in new.items():
-            inputs = [next(placeholders) for _ in r.operands]
-            tangents = [next(placeholders) for _ in r.cotangents]
-            results = [next(out) for _ in range(self.count(r))]
-            gradients = [next(out) for g in r.grads if g]
-            trace = _parted(inputs, tangents, results, gradients, order)
-            _check_writes(r, trace)
-            self.table[key] = trace
-
-    def count(self, request: _Request) -> int:
-        """Number of results of a call."""
-        none = (False,) * len(request.grads)
-        bare = dataclasses.replace(request, grads=none, mask=(), cotangents=())
-        return len(self.results(bare))
-
-    def of(self, request: _Request) -> _Trace:
-        """The trace of a request."""
-        self.prepare([request])
-        return self.table[request.key()]
-
-
-def _without_writes(graph: fx.Graph) -> None:
-    """Turn writes into new values: composite operations fill what they have just made in place.
-
-    Only where the written tensor is fresh and nothing views it; `_check_writes` refuses the others.
-    """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not _aliases(node):
-            continue
-        name = node.target.overloadpacket.__name__
-        functional = getattr(getattr(aten, name[:-1], None), str(node.target).split(".")[-1], None)
-        written = node.args[0] if node.args else None
-        if not name.endswith("_") or functional is None or not isinstance(written, fx.Node):
-            continue
-        fresh = written.op == "call_function" and not _aliases(written)
-        others = [u for u in written.users if u is not node]
-        if not fresh or any(_aliases(u) for u in others):
-            continue
-        node.target = functional
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        for user in others:
-            if order[user] > order[node]:
-                user.replace_input_with(written, node)
-
-
-def _aliases(node: fx.Node) -> bool:
-    """Whether the result of a call shares memory with an operand."""
-    schema = schema_of(node.target)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
-def _check_writes(request: _Request, trace: _Trace) -> None:
-    """Refuse a call that is made of operations which write in place: tracing loses gradients."""
-    for node in trace.forward:
-        schema = schema_of(node.target)
-        if schema is not None and schema.is_mutable:
-            raise AutoparError(
-                f"The gradient of {request.target} cannot be traced: it writes in place by "
-                f"{node.target}.",
-                expected="an operation made of functional ones",
-                hint="write it in simpler operations in the model, and report it",
-            )
-
-
-def _parted(
-    inputs: list[fx.Node], tangents: list[fx.Node], results: list[Any], gradients: list[Any],
-    order: dict[fx.Node, int],
-) -> _Trace:  # fmt: skip
-    """Part a joint trace: forward is what the results need, backward the rest."""
-    forward = _ancestors(r for r in results if isinstance(r, fx.Node))
-    every = forward | _ancestors(g for g in gradients if isinstance(g, fx.Node))
-    forward |= {n for n in every if n.target is operator.getitem and n.args[0] in forward}
-    calls = sorted((n for n in every if n.op == "call_function"), key=lambda n: order[n])
-    return _Trace(
-        tuple(inputs),
-        tuple(tangents),
-        tuple(n for n in calls if n in forward),
-        tuple(n for n in calls if n not in forward),
-        tuple(results),
-        tuple(gradients),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """Stands for an operand in frozen arguments."""
-
-    index: int
-
-
-def _filled(value: Any, values: list[Tensor]) -> Any:
-    if isinstance(value, _Ref):
-        return values[value.index]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(v, values) for v in value)
-    if isinstance(value, dict):
-        return {k: _filled(v, values) for k, v in value.items()}
-    return value
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((k, _frozen(v)) for k, v in value.items())
-    return (type(value).__name__, value)
-
-
-def _look(val: Tensor) -> Any:
-    return (tuple(val.shape), val.stride(), val.dtype, val.device)
-
-
-def _fake(val: Tensor) -> Tensor:
-    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
-
-
-def _clean(graph: fx.Graph) -> None:
-    """Drop what does nothing at run time; views may copy, as strides may differ from the traced."""
-    for node in list(graph.nodes):
-        if node.target in _TRANSPARENT:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
-    graph.eliminate_dead_code()
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
-
-
-# --- all calls ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A differentiated call between its forward and its backward part."""
 
     node: fx.Node
-    request: _Request
-    trace: _Trace
+    request: Request
+    trace: Trace
     mapping: dict[fx.Node, fx.Node]
 
 
 class _Stringing:
     """Strings the traces of all calls together into one joint graph and parts it."""
 
-    def __init__(self, program: Program, device: str, traces: _Traces, roots: list[int]) -> None:
+    def __init__(self, program: Program, device: str, traces: Traces, roots: list[int]) -> None:
         self.program, self.device, self.traces, self.roots = program, device, traces, roots
         self.graph = fx.Graph()
         self.fakes: dict[fx.Node, Any] = {}  # SPMD node -> fake value, or list of them
@@ -357,7 +108,7 @@ class _Stringing:
         gradients = [self.total((by_name[name], 0)) for name in wanted]
         return self.part(results, tangents, gradients, wanted)
 
-    def requests(self, reach: set[tuple[fx.Node, int]]) -> dict[fx.Node, _Request]:
+    def requests(self, reach: set[tuple[fx.Node, int]]) -> dict[fx.Node, Request]:
         """Fake values of all nodes, and what must be traced for each differentiated call."""
         found = {}
         for node in self.program.graph.graph.nodes:
@@ -386,7 +137,7 @@ class _Stringing:
                     )
         return found
 
-    def results(self, node: fx.Node, request: _Request) -> list[Any]:
+    def results(self, node: fx.Node, request: Request) -> list[Any]:
         """Fake results of a call; an error names the call."""
         try:
             return self.traces.results(request)
@@ -415,7 +166,7 @@ class _Stringing:
         source: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.value[source], tuple):
             self.value[node] = self.value[source][node.args[1]]
-        elif node.target in _TRANSPARENT:
+        elif node.target in TRANSPARENT:
             self.value[node] = self.value[source]
         else:
             new = self.graph.node_copy(node, lambda n: self.value[n])
@@ -423,7 +174,7 @@ class _Stringing:
             set_info(new, dataclasses.replace(info(node), origin=_source(node)[0].name))
             self.value[node] = new
 
-    def forward(self, node: fx.Node, request: _Request) -> None:
+    def forward(self, node: fx.Node, request: Request) -> None:
         """Append the forward part of a differentiated call."""
         trace = self.traces.of(request)
         joint = [self.value[n] for n in node.all_input_nodes]
@@ -507,7 +258,7 @@ class _Stringing:
             a, b = total.meta["val"], part.meta["val"]
             total = self.graph.call_function(aten.add.Tensor, (total, part))
             with self.traces.mode:
-                total.meta["val"] = _fake(a) + _fake(b)
+                total.meta["val"] = fake_like(a) + fake_like(b)
             set_info(total, NodeInfo(origin=key[0].name))
         self.cotangents[key] = [total]
         return total
@@ -518,8 +269,8 @@ class _Stringing:
         """Forward graph with saved values, backward graph on them."""
         nodes = list(self.graph.nodes)
         calls = [n for n in nodes if n.op == "call_function"]
-        needed = _ancestors([*results, *(g for g in gradients if g is not None)])
-        forward = _ancestors(results)
+        needed = ancestors([*results, *(g for g in gradients if g is not None)])
+        forward = ancestors(results)
         forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
         inputs = [n for n in nodes if n.op == "placeholder" and n not in tangents]
         forward |= set(inputs)

@@ -47,15 +47,15 @@ class Tensors:
         sequence: let activations between products be cut (reduce-scatter and all-gather) instead
             of replicated (all-reduce): the same bytes, less memory.
         pins: parameter name -> placement on the axis, 'R' or 'S(dim)'.
-        latency_bytes: what a pass around the ring costs beside its bytes; 10 us at 100 GB/s are
-            1 MB.
+        latency_bytes: what a pass around the ring costs beside its bytes; 10 us at 400 GB/s are
+            4 MB.
         time_limit_s: limit for the solver; the best plan found by then is used.
     """
 
     axis: str = "tp"
     sequence: bool = True
     pins: Mapping[str, str] = field(default_factory=dict)
-    latency_bytes: float = 2.0**20
+    latency_bytes: float = 2.0**22
     time_limit_s: float = 60.0
 
     def annotate(self, program: Program) -> None:

@@ -92,16 +92,17 @@ LAYER_ON = {
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2", "tp=4"), ("gpt2", "dp=2, tp=2"), ("llama", "dp=8, tp=8")]
+    ("name", "mesh"),  # GPT-2's 12 heads do not fill tp=8
+    [("gpt2", mesh) for mesh in MESHES[:2]] + [("llama", mesh) for mesh in MESHES],
 )
 @pytest.mark.parametrize(("sequence", "layer"), [(False, LAYER_OFF), (True, LAYER_ON)])
 def test_layer_costs_megatrons_collectives(
     name: str, mesh: str, sequence: bool, layer: dict[tuple[str, str], int]
 ) -> None:
     """Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2."""
-    three, four = (counts(name, n, mesh, sequence) for n in (3, 4))
-    assert four - three == layer
-    assert not three - four
+    few, more = (counts(name, n, mesh, sequence) for n in (12, 14))
+    assert more - few == {kind: 2 * n for kind, n in layer.items()}
+    assert not few - more
 
 
 def test_sequence_moves_the_bytes_of_all_reduces() -> None:
@@ -116,9 +117,10 @@ def test_sequence_moves_the_bytes_of_all_reduces() -> None:
 
 
 def test_shallow_model_may_cut_the_residual_by_width() -> None:
-    """On tp=4 three layers of Llama do so: it saves the reduction after the embedding.
+    """On tp=4 three layers of Llama do so, twelve do not.
 
-    A layer then takes more collectives, the same large ones and small ones for the norms.
+    It saves the exchange after the embedding once; each layer then takes more collectives, the
+    same large ones and small ones for the norms.
     """
     layer = moved("llama", 4, "tp=4", True) - moved("llama", 3, "tp=4", True)
     activation = BATCH * TIME * 4096 * 2 / MIB

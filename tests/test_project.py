@@ -26,6 +26,7 @@ ORDER = [
     {"codegen"},
     {"compiled"},
     {"report", "mutation"},
+    {"optimizers"},
     {"batch", "inductor", "parameters"},
     {"module"},
     {"api"},

@@ -13,9 +13,12 @@
 # forward  tp reduce_scatter         x3       63.000 MiB
 # gpt2, 3 layers, 64 x 1024 tokens, dp=8, tp=8, sequence=False
 # backward dp all_reduce             x1        5.250 MiB
-# backward dp all_reduce_bucket      x1       50.047 MiB
-# backward tp all_reduce             x8      294.055 MiB
-# backward tp all_to_all             x6       31.500 MiB
+# backward dp all_reduce_bucket      x2       50.047 MiB
+# backward tp all_reduce             x5      168.055 MiB
+# backward tp all_reduce_bucket      x1        0.087 MiB
+# backward tp all_to_all             x3       23.625 MiB
+# backward tp reduce_scatter         x6      126.000 MiB
 # forward  dp all_reduce             x2        0.000 MiB
-# forward  tp all_reduce             x10     294.109 MiB
-# forward  tp all_to_all             x6       31.500 MiB
+# forward  tp all_gather             x6      126.000 MiB
+# forward  tp all_reduce             x7      168.109 MiB
+# forward  tp all_to_all             x3       23.625 MiB
