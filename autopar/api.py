@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.capture import (
@@ -32,11 +33,12 @@ from autopar.passes.expand import Expand
 from autopar.passes.fuse import Fuse
 from autopar.passes.normalize import Normalize, is_normalized
 from autopar.passes.shard import Shard
-from autopar.program import Phases, Program, call_text, tensor_inputs
+from autopar.program import Phases, Program, call_text, info, tensor_inputs
 from autopar.rules import find
 from autopar.static import check_phases
 from autopar.strategies.data import Data
 from autopar.strategies.follow import Follow
+from autopar.strategies.planned import Inserted, Planned, read_plan
 from autopar.strategies.tensor import Tensors
 
 __all__ = ["Options", "compile", "parallelize"]
@@ -52,6 +54,7 @@ class Options:
     pins: Mapping[str, str] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     strategy: Any = None
+    plan: Any = None
     backend: str = "eager"
     seed: int = 0
     strict: bool = False
@@ -65,6 +68,12 @@ class Options:
                 raise InputError(
                     f"{name}={value!r} is not known.", expected=" or ".join(map(repr, known))
                 )
+        if self.plan is not None and (self.strategy is not None or self.pins):
+            raise InputError(
+                "plan= was given beside " + ("pins=." if self.pins else "strategy=."),
+                expected="one of them: a plan holds every placement",
+                hint="edit the plan's states in place of pins",
+            )
 
 
 def parallelize(
@@ -85,6 +94,7 @@ def parallelize(
         pins: parameter name pattern -> placement on ``tp``: ``"R"`` or ``"S(dim)"``.
         batch_dims: input name -> its batch dim, or None where every rank needs it whole.
         strategy: a strategy, or several, in place of the ones chosen from the mesh's axis names.
+        plan: what `.plan` gave, perhaps edited: a dict, its JSON text or the path of a file.
         backend: ``"eager"`` or ``"inductor"``.
         seed: seed of dropout and other random calls.
         strict: raise for an operation without a rule instead of computing it replicated.
@@ -96,14 +106,19 @@ def parallelize(
     chosen, grid = _options(options), make_mesh(mesh)
     _strategies(grid, chosen)  # a wrong plan fails here, not at the first call
 
+    planned = False  # the plan is for the first program; later ones may have other calls
+
     def compile_step(
         bones: nn.Module, arguments: Arguments, grad: bool, rank: int, held: Mapping[str, Layout]
     ) -> Compiled:
-        return _compile(bones, arguments, grid, chosen, grad, rank, held)
+        nonlocal planned
+        compiled = _compile(bones, arguments, grid, chosen, grad, rank, held, planned)
+        planned = chosen.plan is not None
+        return compiled
 
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     module = ParallelModule(
-        model, grid, compile_step, batch=chosen.batch, seed=chosen.seed,
+        model, grid, compile_step, _with_roots, batch=chosen.batch, seed=chosen.seed,
         batch_dims=chosen.batch_dims, backend=chosen.backend, device_mesh=device_mesh,
     )  # fmt: skip
     if example_inputs is not None:
@@ -136,6 +151,8 @@ def _options(given: Mapping[str, Any]) -> Options:
                 + (f" Did you mean '{close[0]}'?" if close else "")
                 + f" Options: {', '.join(names)}."
             )
+    if given.get("plan") is not None:
+        given = {**given, "plan": read_plan(given["plan"])}
     return Options(**given)
 
 
@@ -147,12 +164,14 @@ def _compile(
     grad: bool,
     rank: int | None,
     held: Mapping[str, Layout] | None = None,
+    planned: bool = False,
 ) -> Compiled:
     """Capture, annotate, lower and differentiate.
 
     Args:
         rank: limits it to the program of one rank.
         held: placements that parameters have already.
+        planned: another program of the model has come from the given plan.
     """
     program = capture(bones, arguments, mesh, loss=options.loss, known=is_normalized)
     check_global(program, "capture")
@@ -162,14 +181,15 @@ def _compile(
     held = held or {}
     placed = tuple(replace(s, layout=held.get(s.name)) for s in program.states)
     program = program.replace(states=placed)
-    for strategy in _strategies(mesh, options):
-        strategy.annotate(program)
+    finish = _annotate(program, options, planned)
+    calls = [n for n in program.graph.graph.nodes if info(n).choice and n.op == "call_function"]
+    decisions = {n.name: info(n).choice for n in calls}
     program = Expand().run(program)
-    for axis in mesh.names:
-        Follow(axis).annotate(program)
+    for strategy in finish:
+        strategy.annotate(program)
     program = program.replace(level="annotated")
     check_annotated(program, "expand")
-    compiled = Compiled(program, type(bones).__name__, uneven_atoms(program))
+    compiled = Compiled(program, type(bones).__name__, uneven_atoms(program), decisions=decisions)
     places = compiled.places()
     if rank is not None:
         coordinate = mesh.coordinate(rank)
@@ -208,14 +228,46 @@ def _lower(
     check_spmd(lowered, "shard", coordinate)
     lowered = Fuse().run(lowered)
     check_spmd(lowered, "fuse", coordinate)
-    phases = Bucket().run(differentiate.run(lowered))
+    return _checked(Bucket().run(differentiate.run(lowered)))
+
+
+def _with_roots(phases: Phases, roots: tuple[int, ...], device: str) -> Phases:
+    """The same program with the gradients of these results, in place of the loss alone."""
+    program = phases.program
+    outputs = tuple(replace(o, is_loss=o.index in roots) for o in program.outputs)
+    with torch.enable_grad():  # it is asked for in a backward, which runs without
+        found = Bucket().run(Differentiate(device).run(program.replace(outputs=outputs)))
+    return _checked(found.replace(program=program))
+
+
+def _checked(phases: Phases) -> Phases:
     problems = check_phases(phases)
     if problems:
         raise VerificationError("The generated program is wrong:\n  " + "\n  ".join(problems))
     return phases
 
 
+def _annotate(program: Program, options: Options, planned: bool) -> list[Any]:
+    """Choose for every node; returns what places the calls that passes insert after.
+
+    Where an earlier program of the model has come from the given plan, one with other calls (an
+    evaluation without labels, say) keeps the plan's states and the rest is chosen.
+    """
+    if planned and not Planned(options.plan).fits(program):
+        Planned(options.plan).place_states(program)
+        options = replace(options, plan=None)
+    for strategy in _strategies(program.mesh, options):
+        strategy.annotate(program)
+    if options.plan is not None:
+        return [Inserted(options.plan)]
+    return [Follow(axis) for axis in program.mesh.names]
+
+
 def _strategies(mesh: Mesh, options: Options) -> list[Any]:
+    if options.plan is not None:
+        plan = Planned(options.plan)
+        plan.check_mesh(mesh)
+        return [plan]
     if options.strategy is not None:
         given = options.strategy
         chosen = list(given) if isinstance(given, (list, tuple)) else [given]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.capture import Arguments, empty_like
 from autopar.compat import FakeTensorMode
-from autopar.errors import BatchError, InputError
+from autopar.errors import BatchError, InputError, PlanError
 from autopar.layout import Layout, Mesh, chunk_sizes
 from autopar.runtime import Communicator
 from autopar.runtime.pieces import piece
@@ -71,9 +71,16 @@ class Batch:
         mine = max(set(sizes), key=lambda n: (sizes.count(n), -sizes.index(n))) if sizes else 0
         if self.ranks == 1:
             return Rows(mine, (mine,), mine)
-        everyone = self.comm.exchange(mine)
+        everyone = self.comm.exchange((mine, self._other_sizes(arguments, mine)))
         counts: dict[int, int] = {}
-        for rank, n in enumerate(everyone):
+        for rank, (n, sizes) in enumerate(everyone):
+            if sizes != everyone[0][1]:
+                raise BatchError(
+                    "The ranks call the model differently.",
+                    where=f"rank 0 with {everyone[0][1]}; rank {rank} with {sizes}",
+                    expected="the same shapes on all ranks but for the number of rows",
+                    hint="pad all rows of a step to one length",
+                )
             at = self.mesh.coordinate(rank)[_DATA_AXIS]
             if counts.setdefault(at, n) != n:
                 raise BatchError(
@@ -82,6 +89,15 @@ class Batch:
                 )
         ordered = tuple(counts[i] for i in range(self.ranks))
         return Rows(mine, ordered, sum(ordered))
+
+    def _other_sizes(self, arguments: Arguments, mine: int) -> str:
+        """The shapes of a call with the number of rows left open."""
+        found = []
+        for name, t in zip(arguments.names, arguments.tensors, strict=True):
+            d = self.dim(name, t, Rows(mine, (), mine))
+            sizes = ["rows" if i == d else str(n) for i, n in enumerate(t.shape)]
+            found.append(f"{name} {str(t.dtype)[6:]}[{', '.join(sizes)}]")
+        return ", ".join(found)
 
     def dim(self, name: str, tensor: Tensor, rows: Rows) -> int | None:
         """The batch dim of an input, None where every rank needs it whole."""
@@ -106,23 +122,33 @@ class Batch:
         for name, t, layout in zip(arguments.names, arguments.tensors, layouts, strict=True):
             d = self.dim(name, t, rows)
             if self.ranks > 1 and d is not None:
-                if rows.in_place and _DATA_AXIS in layout.sharded:
+                cut = layout.sharded == {_DATA_AXIS: (d, 0)} and len(layout.dims[d]) == 1
+                if rows.in_place and cut:  # the plain rows: nothing moves
                     found.append(t)
                     continue
                 t = self.comm.all_gather_replicated(t, _DATA_AXIS, d, 1, list(rows.counts))
             found.append(piece(t, layout, self.mesh, self.comm.coordinate))
         return found
 
-    def check(self, arguments: Arguments) -> None:
-        """Compare the values between ranks.
+    def check(self, arguments: Arguments, plan: str) -> None:
+        """Compare the values, and the plan of the program, between ranks.
 
         Raises:
             BatchError: ranks that need the same rows have different ones.
+            PlanError: ranks would run programs of different plans.
         """
         if self.mesh.size == 1:
             return
         mine = {n: _fingerprint(t) for n, t in zip(arguments.names, arguments.tensors, strict=True)}
-        everyone = self.comm.exchange(mine)
+        answers = self.comm.exchange((mine, hashlib.sha1(plan.encode()).hexdigest()))
+        for rank, (_, digest) in enumerate(answers):
+            if digest != answers[0][1]:
+                raise PlanError(
+                    f"Ranks 0 and {rank} have compiled the call by different plans.",
+                    expected="the same model, options and plan on all ranks",
+                    hint="give all ranks one plan: parallelize(model, mesh, plan=...)",
+                )
+        everyone = [theirs for theirs, _ in answers]
         first: dict[int, int] = {}
         for rank, theirs in enumerate(everyone):  # every rank finds the same pair and raises
             at = self.mesh.coordinate(rank).get(_DATA_AXIS, 0) if self.ranks > 1 else 0

@@ -59,6 +59,11 @@ class Arguments:
         )
         return (self.names, shapes, rest, str(self.spec))
 
+    def shapes(self) -> str:
+        """Name, dtype and shape of every tensor."""
+        pairs = zip(self.names, self.tensors, strict=True)
+        return ", ".join(f"{n} {str(t.dtype)[6:]}{list(t.shape)}" for n, t in pairs)
+
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with other tensors in place."""
         leaves = [tensors[x.index] if isinstance(x, _Slot) else x for x in self.leaves]

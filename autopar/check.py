@@ -154,7 +154,9 @@ def _typed(program: Program) -> list[str]:
         have = _layout(value)
         if have is not None:
             kinds = {have.kind(axis) for axis in axes}
-            if "P" in kinds or (i in whole and "S" in kinds):
+            grad = bool(value.meta.get("requires_grad", False))
+            # whoever uses a result gives each rank its whole gradient, which V would count k times
+            if "P" in kinds or (i in whole and "S" in kinds) or (grad and "V" in kinds):
                 problems.append(f"result {i} leaves as {have}: {call_text(value)}")
     return problems
 

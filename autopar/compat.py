@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "make_fx",
     "pytree",
     "schema_of",
+    "versions_of",
     "wrap_like",
 ]
 
@@ -33,6 +35,17 @@ __all__ = [
 def schema_of(target: Any) -> Any:
     """The schema of an operator overload, or None. `OpOverload._schema` has no public name."""
     return getattr(target, "_schema", None)
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often the memory of each was written in place; autograd's own check reads this, too.
+
+    Tensors of `torch.inference_mode` are not counted.
+    """
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def local_of(tensor: Any) -> torch.Tensor:

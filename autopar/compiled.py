@@ -14,7 +14,7 @@ from autopar.codegen import generate
 from autopar.collectives import collective_of, moved_bytes
 from autopar.errors import InputError
 from autopar.layout import Atom
-from autopar.program import Phases, Program, info, tensor_inputs
+from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
 from autopar.text import show
 
@@ -51,12 +51,14 @@ class Compiled:
         annotated: the global graph with a choice per node and axis.
         atoms: uneven cuts; ranks with the same local sizes of them share a program.
         phases: the differentiated program of each distinct tuple of local sizes.
+        decisions: what strategies chose for each call of the captured graph.
     """
 
     annotated: Program
     title: str
     atoms: tuple[Atom, ...]
     phases: dict[tuple[int, ...], Phases] = field(default_factory=dict)
+    decisions: Mapping[str, Choice] = field(default_factory=dict)
 
     def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Local sizes of the uneven atoms at `coordinate`."""
@@ -112,14 +114,21 @@ class Compiled:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Placements at rest and the choice of every call, ready for JSON."""
+        """Placements at rest and the choice of every call, ready for JSON.
+
+        `parallelize(model, mesh, plan=...)` takes it back, edited or not. `calls` are those of the
+        captured graph, `inserted` those that passes write in their place.
+        """
         program = self.of_any().program
         nodes = self.annotated.graph.graph.nodes
+        final = {n.name: info(n).choice for n in nodes if n.op == "call_function"}
+        new = {name: c for name, c in final.items() if c and name not in self.decisions}
         return {
             "mesh": dict(program.mesh.sizes),
             "states": {s.name: str(s.layout) for s in program.states},
             "inputs": {i.name: str(i.layout) for i in program.inputs},
-            "calls": {n.name: dict(info(n).choice) for n in nodes if n.op == "call_function"},
+            "calls": {name: dict(final.get(name, c)) for name, c in self.decisions.items()},
+            "inserted": {name: dict(c) for name, c in new.items()},
         }
 
     def plan_json(self) -> str:

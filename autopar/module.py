@@ -16,16 +16,16 @@ from torch import Tensor, fx, nn
 
 from autopar.batch import Batch, Rows
 from autopar.capture import Arguments, bind_arguments, position_names, skeleton
-from autopar.codegen import Functions, generate, load
+from autopar.codegen import generate, load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import Layout, Mesh
 from autopar.parameters import Placer, is_whole, no_values, state
-from autopar.program import Phases, State
-from autopar.runtime import Communicator, VirtualWorld, connect
-from autopar.runtime.executor import Executor
+from autopar.program import Phases, State, differentiable
+from autopar.runtime import Communicator, VirtualWorld, announce, connect
+from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.pieces import piece
 from autopar.source import Source
 
@@ -34,6 +34,9 @@ __all__ = ["ParallelModule"]
 Compile = Callable[[nn.Module, Arguments, bool, int, Mapping[str, Layout]], Compiled]
 """(skeleton, arguments with global shapes, with gradients, rank, placements that parameters have
 already) -> compiled step."""
+
+Grow = Callable[[Phases, tuple[int, ...], str], Phases]
+"""(program, results whose gradients are wanted, device) -> the program with these roots."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class _Entry:
     executor: Executor
     inputs: list[Layout]
     states: list[State]
+    signature: str
     checked: bool = False
 
 
@@ -56,9 +60,9 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, compile_step: Compile, *, batch: str, seed: int,
-        batch_dims: Mapping[str, int | None], backend: str = "eager",
-        device_mesh: Any = None,
+        self, model: nn.Module, mesh: Mesh, compile_step: Compile, grow: Grow, *, batch: str,
+        seed: int,
+        batch_dims: Mapping[str, int | None], backend: str = "eager", device_mesh: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if backend not in ("eager", "inductor"):
@@ -68,7 +72,7 @@ class ParallelModule(nn.Module):
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
         self.training = model.training
-        self._mesh, self._compile_step = mesh, compile_step
+        self._mesh, self._compile_step, self._grow = mesh, compile_step, grow
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._source = Source(model)
         self._version = self._source.version()
@@ -131,7 +135,7 @@ class ParallelModule(nn.Module):
         rows = self._batch.rows(arguments)
         entry = self.entry(arguments, rows)
         if not entry.checked:
-            self._batch.check(arguments)
+            self._batch.check(arguments, entry.compiled.plan_json())
             entry.checked = True
         states = [self._local(s, entry.compiled) for s in entry.states]
         inputs = self._batch.pieces(arguments, rows, entry.inputs)
@@ -175,12 +179,23 @@ class ParallelModule(nn.Module):
         flags = (self.training, *self._source.training())
         wanted = tuple(p.requires_grad for p in self.parameters())
         key = (arguments.key(), rows.total, grad, flags, wanted, version)
-        if key not in self._entries:
-            self._entries[key] = self._compile(arguments, rows, grad)
-        self._latest = self._entries[key]
-        return self._latest
+        entry = self._entries.get(key)
+        if entry is None:
+            settings = ("training" if self.training else "evaluation", grad, flags, wanted)
+            signature = _signature(arguments, settings)
+            self._agree(signature, new=True)
+            entry = self._entries[key] = self._compile(arguments, rows, grad, signature)
+        else:
+            self._agree(entry.signature)
+        self._latest = entry
+        return entry
 
-    def _compile(self, arguments: Arguments, rows: Rows, grad: bool) -> _Entry:
+    def _agree(self, signature: str, new: bool = False) -> None:
+        """Ranks that call differently must not meet; in local mode counting the rows sees to it."""
+        if self._batch.mode == "global":
+            announce(self._comm, signature, wait=new)
+
+    def _compile(self, arguments: Arguments, rows: Rows, grad: bool, signature: str) -> _Entry:
         bones = self._skeleton[0]
         live = dict(self.named_modules())
         for name, module in bones.named_modules():
@@ -190,7 +205,7 @@ class ParallelModule(nn.Module):
         whole = self._batch.whole(arguments, rows, self._mode)
         compiled = self._compile_step(bones, whole, grad, self._comm.rank, self._held)
         phases = compiled.of(self._comm.rank)
-        functions = self._functions(phases, compiled.title)
+        code = self._code(phases, compiled.title)
         if grad and phases.gradients and not any(o.is_loss for o in phases.program.outputs):
             self._hint_loss()
         states = list(phases.program.states)
@@ -204,12 +219,11 @@ class ParallelModule(nn.Module):
         def wrap(i: int, g: Tensor) -> Tensor:
             return g if alone else wrap_like(g, params[i])
 
-        executor = Executor(
-            functions.forward, functions.backward, phases.roots, wrap, self._comm, self._device
-        )
+        more = self._more(compiled, phases)
+        executor = Executor(code, wrap, self._comm, self._device, more)
         layouts = [i.layout for i in phases.program.inputs]
         assert all(x is not None for x in layouts), "lowering places every input"
-        return _Entry(compiled, executor, layouts, states)  # type: ignore[arg-type]
+        return _Entry(compiled, executor, layouts, states, signature)  # type: ignore[arg-type]
 
     def _hint_loss(self) -> None:
         """Say once that a loss inside the program saves gathering the outputs."""
@@ -222,11 +236,32 @@ class ParallelModule(nn.Module):
             stacklevel=7,
         )
 
-    def _functions(self, phases: Phases, title: str) -> Functions:
+    def _code(self, phases: Phases, title: str) -> Code:
         if self._backend == "inductor":
-            return compiled_functions(phases, self._comm)
-        source = generate(phases, title)
-        return load(source, f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>")
+            found = compiled_functions(phases, self._comm)
+        else:
+            source = generate(phases, title)
+            name = hashlib.sha1(source.encode()).hexdigest()[:12]
+            found = load(source, f"<autopar {name}>")
+        return Code(found.forward, found.backward, phases.roots)
+
+    def _more(self, compiled: Compiled, phases: Phases) -> More:
+        """How to take the gradient of outputs beside the loss, should one ever arrive there."""
+        program = phases.program
+
+        def grow(roots: tuple[int, ...]) -> Code:
+            grown = self._grow(phases, roots, self._device.type)
+            compiled.phases[compiled.signature(self._comm.coordinate)] = grown
+            return self._code(grown, compiled.title)
+
+        names = [s.name for s in program.states] + [i.name for i in program.inputs]
+        mutated = dict(program.mutated)
+        written = {s.name: i for i, s in enumerate(program.states) if s.name in mutated}
+        read = program.states_of(differentiable(program))
+        return More(
+            differentiable(program), grow, names, frozenset(written.values()),
+            frozenset(i for n, i in written.items() if n in read),
+        )  # fmt: skip
 
     def _local(self, s: State, compiled: Compiled) -> Tensor:
         """What this rank's program takes for a state."""
@@ -291,6 +326,15 @@ class ParallelModule(nn.Module):
             value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             out[name] = value.detach().clone()
         return out
+
+
+def _signature(arguments: Arguments, settings: tuple[str, bool, Any, Any]) -> str:
+    """What ranks must have in common in a call, as text: shapes, and a digest of the settings."""
+    mode, grad, *rest = settings
+    plain = [x for x in arguments.leaves if isinstance(x, (int, float, str, type(None)))]
+    digest = hashlib.sha1(repr((rest, plain)).encode()).hexdigest()[:4]
+    grads = "" if grad else " without gradients"
+    return f"{arguments.shapes()} ({mode}{grads}, settings {digest})"
 
 
 def _own_rows(value: Tensor, rows: Rows) -> None:

@@ -110,7 +110,7 @@ def _one_rank(compiled: Compiled, key: Any, phases: Phases) -> Compiled | None:
     if len(ranks) < 2:
         return None
     programs = {**compiled.phases, (*key, -1): phases}
-    return _Apart(compiled.annotated, compiled.title, compiled.atoms, programs, ranks[-1])
+    return _Apart(compiled.annotated, compiled.title, compiled.atoms, programs, odd=ranks[-1])
 
 
 def _shifts(compiled: Compiled, key: Any, node: Any) -> bool:

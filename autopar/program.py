@@ -27,6 +27,7 @@ __all__ = [
     "State",
     "call_text",
     "copied",
+    "differentiable",
     "info",
     "nodes_in",
     "set_info",
@@ -143,6 +144,19 @@ class Program:
         """Placeholder nodes by name."""
         return {n.name: n for n in self.graph.graph.nodes if n.op == "placeholder"}
 
+    def states_of(self, results: Iterable[int]) -> set[str]:
+        """Names of the states on which these graph outputs depend."""
+        out: Any = self.graph.graph.output_node().args[0]
+        seen: set[fx.Node] = set()
+        stack = [out[i] for i in results]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        nodes = {node.name for node in seen}
+        return {s.name for s in self.states if s.node in nodes}
+
     def copy(self) -> Program:
         """A program with its own graph, so a pass can rewrite it."""
         graph, _ = copied(self.graph.graph)
@@ -183,6 +197,13 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     new.output(out)
     new.output_node().meta = dict(graph.output_node().meta)
     return new, mapping
+
+
+def differentiable(program: Program) -> frozenset[int]:
+    """The graph outputs among the results of the model through which a gradient can come."""
+    out: Any = program.graph.graph.output_node().args[0]
+    results = {o.index for o in program.outputs if o.index >= 0}
+    return frozenset(i for i in results if out[i].meta.get("requires_grad", False))
 
 
 def nodes_in(value: Any) -> list[fx.Node]:

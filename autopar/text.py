@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autopar.layout import Layout, replicated
 from autopar.layout import mesh as make_mesh
 from autopar.program import Input, NodeInfo, Output, Program, State, info, set_info
 
-__all__ = ["parse", "show"]
+__all__ = ["parse", "show", "written", "written_call"]
 
 _DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -112,25 +112,48 @@ def _tensor(val: Tensor, layout: Layout | None) -> str:
 
 
 def _call(node: fx.Node) -> str:
-    if node.target is operator.getitem:
-        return f"{_value(node.args[0])}[{node.args[1]}]"
     name = str(node.target).replace("torch.ops.", "")
-    args = [*map(_value, node.args), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())]
-    return f"{name}({', '.join(args)})"
+    return written_call(name, node.target, node.args, node.kwargs, _own)
 
 
 def _value(value: Any) -> str:
+    return written(value, _own)
+
+
+def _own(value: Any) -> str | None:
     if isinstance(value, fx.Node):
         return value.name
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, torch.device):
         return f'device("{value}")'
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return f'float("{value}")'
+    return None
+
+
+# --- printing of arguments, here and in generated code ------------------------------------------
+
+
+def written(value: Any, own: Callable[[Any], str | None]) -> str:
+    """`value` as an argument in Python; `own` says what a caller writes in its own way."""
+    text = own(value)
+    if text is not None:
+        return text
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(written(v, own) for v in value)}]"
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
         return str(value)
-    if isinstance(value, float):
-        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
     return repr(value)
+
+
+def written_call(
+    name: str, target: Any, args: Any, kwargs: Mapping[str, Any], own: Callable[[Any], str | None]
+) -> str:
+    """A call of `target` under `name` in Python."""
+    if target is operator.getitem:
+        return f"{written(args[0], own)}[{args[1]}]"
+    words = [written(a, own) for a in args]
+    words += [f"{k}={written(v, own)}" for k, v in kwargs.items()]
+    return f"{name}({', '.join(words)})"
 
 
 # --- parsing -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from autopar.layout import Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
 from autopar.runtime import Communicator, VirtualWorld
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import Code, Executor
 from autopar.runtime.pieces import assemble, piece
 from autopar.static import check_phases, check_ranks, count_collectives
 
@@ -279,9 +279,8 @@ def run_virtual(
         ]
         params = {n: local[n].requires_grad_(True) for n in phases.gradients}
         opt = make(list(params.values()))
-        executor = Executor(
-            code.forward, code.backward, phases.roots, lambda i, g: g, comm, tensors[0].device
-        )
+        bound = Code(code.forward, code.backward, phases.roots)
+        executor = Executor(bound, lambda i, g: g, comm, tensors[0].device)
         rows = []
         for step in range(steps):
             comm.step = step + 1

@@ -4,10 +4,14 @@ Collectives have no short timeout, since a rank may compute for minutes between 
 counts as lost when its beats stop, which happens when its process dies or stalls, however long its
 own computation takes. The first rank that finds the culprit writes it down, so the others name the
 same rank and not the one that failed because of it.
+
+Beats also tell with what the model was called, so that ranks that call it with different shapes are
+found, though they may meet in collectives that fit by accident.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -17,10 +21,53 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
-__all__ = ["Heartbeat", "Timing"]
+__all__ = ["DIFFER", "Heartbeat", "Timing"]
 
+DIFFER = "differ: "  # begins a fault that is a disagreement about a call of the model
 _END, _FAULT, _RAISED = "end ", "fault", "raised"
 _HURRY_S = 0.2  # between two looks while a culprit is sought
+_MEET_S = 0.002  # between two looks while others are awaited in a call of another shape
+_KEPT = 32  # changes of shape that are told
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How often the model was called and with what.
+
+    Args:
+        count: calls so far.
+        changes: (number of a call, what it was called with) where that changed, the latest last.
+    """
+
+    count: int = 0
+    changes: tuple[tuple[int, str], ...] = ()
+
+    def called(self, text: str) -> Calls:
+        """One call more."""
+        count = self.count + 1
+        if self.changes and self.changes[-1][1] == text:
+            return Calls(count, self.changes)
+        return Calls(count, (*self.changes[1 - _KEPT :], (count, text)))
+
+    @property
+    def often(self) -> bool:
+        """Whether half of the latest calls changed."""
+        return len(self.changes) > 8 and self.count - self.changes[-9][0] < 16
+
+    def at(self, number: int) -> str | None:
+        """What call `number` was made with, None where that is not known (any more)."""
+        if number > self.count:
+            return None
+        return next((text for start, text in reversed(self.changes) if start <= number), None)
+
+    def difference(self, other: Calls) -> tuple[int, str, str] | None:
+        """The first call that both know and made differently."""
+        numbers = sorted({start for start, _ in (*self.changes, *other.changes)})
+        for number in numbers:
+            mine, theirs = self.at(number), other.at(number)
+            if mine is not None and theirs is not None and mine != theirs:
+                return number, mine, theirs
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +120,9 @@ class Heartbeat:
         self._on_fault = on_fault
         self._lost_store = False
         self._turns = self._known_turns = self._glances = 0
+        self._calls = Calls()
+        self._awaited = 0  # number of the call that the peers shall come to
+        self._met = threading.Event()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._beat()
         if rank == 0:
@@ -82,6 +132,32 @@ class Heartbeat:
     def start(self) -> None:
         """Begin to beat; every rank must have been constructed."""
         self._thread.start()
+
+    def note(self, text: str) -> bool:
+        """Count a call of the model with `text`; whether the one before was with another."""
+        before = self._calls
+        self._calls = before.called(text)
+        changed = self._calls.changes is not before.changes
+        if changed:
+            self._wake.set()
+        return changed
+
+    @property
+    def often(self) -> bool:
+        """Whether the calls change all the time: half of the latest ones did."""
+        return self._calls.often
+
+    def meet(self) -> str:
+        """Wait until all peers have come to this call; the fault where one called differently."""
+        self._met.clear()
+        self._awaited = self._calls.count
+        self._wake.set()
+        while not self._met.wait(1.0) and not self.glance():
+            pass
+        self._awaited = 0
+        if self.fault:  # the others shall read it before this rank disturbs them by leaving
+            self._stop.wait(2 * self._timing.beat_s)
+        return self.fault
 
     def close(self) -> None:
         """Say goodbye, so that others who still wait for this rank learn why it has gone."""
@@ -125,7 +201,7 @@ class Heartbeat:
     def _run(self) -> None:
         told = False
         while not self._stop.is_set() and not self._lost_store:
-            self._wake.wait(_HURRY_S if self._suspects else self._timing.beat_s)
+            self._wake.wait(self._pause_s())
             self._wake.clear()
             try:
                 self._beat()
@@ -138,8 +214,15 @@ class Heartbeat:
                 self._on_fault()
             told = bool(self.fault)
 
+    def _pause_s(self) -> float:
+        if self._awaited and not self._met.is_set():
+            return _MEET_S
+        return _HURRY_S if self._suspects else self._timing.beat_s
+
     def _look(self) -> None:
         """Read the beats and declare a fault where a rank is silent or has left others waiting."""
+        awaited, here = self._awaited, self._calls
+        met = awaited > 0
         ranks = sorted(self._suspects.union(self._peers))
         keys = [_FAULT, *map(self._key, ranks)]
         fault, *values = (value.decode() for value in self._store.multi_get(keys))
@@ -152,13 +235,28 @@ class Heartbeat:
                 reason = value.removeprefix(_END)
                 if suspect or reason.startswith(_RAISED):
                     self._declare(f"{self._names[rank]} {reason}")
+                met = False
                 continue
+            calls = _calls_in(value)
+            self._compare(rank, here, calls)
+            met = met and calls.at(awaited) is not None
             before, since = self._seen.get(rank, ("", now))
             if value != before:
                 self._seen[rank] = (value, now)
             elif now - since >= (self._timing.doubt_s if suspect else self._timing.silent_s):
                 silence_s = max(now - since, time.time() - float(value.split()[1]))
                 self._declare(f"{self._names[rank]} stopped responding {silence_s:.0f} s ago")
+        if met and not self.fault:
+            self._met.set()
+
+    def _compare(self, rank: int, here: Calls, there: Calls) -> None:
+        """Declare a fault where this rank and another have called the model differently."""
+        found = here.difference(there)
+        if found is not None:
+            number, mine, theirs = found
+            texts = {self._rank: mine, rank: theirs}
+            said = " and ".join(f"{self._names[r]} with {texts[r]}" for r in sorted(texts))
+            self._declare(f"{DIFFER}call {number} of the model was made by {said}")
 
     def _lose_store(self) -> None:
         """The server is rank 0: without its goodbye, it is the one that is lost."""
@@ -184,11 +282,18 @@ class Heartbeat:
             time.sleep(0.02)
 
     def _beat(self) -> None:
-        self._store.set(self._key(self._rank), f"{self._turns} {time.time():.1f}")
+        told = json.dumps([self._calls.count, self._calls.changes])
+        self._store.set(self._key(self._rank), f"{self._turns} {time.time():.1f} {told}")
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"beat/{rank}"
+
+
+def _calls_in(beat: str) -> Calls:
+    """What a beat tells about the calls of its rank."""
+    count, changes = json.loads(beat.split(" ", 2)[2])
+    return Calls(count, tuple((number, text) for number, text in changes))
 
 
 def open_store(host: str, port: int, timing: Timing, *, server: bool) -> TCPStore:

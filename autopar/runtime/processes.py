@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import MeshError, RankError
+from autopar.errors import BatchError, MeshError, RankError
 from autopar.layout import Mesh
 from autopar.runtime.communicator import Call, Communicator, Pending, reduce_in_order
-from autopar.runtime.heartbeat import Heartbeat, Timing, open_store
+from autopar.runtime.heartbeat import DIFFER, Heartbeat, Timing, open_store
 from autopar.runtime.virtual import VirtualWorld
 
-__all__ = ["connect"]
+__all__ = ["announce", "connect"]
 
 _SMALL_BYTES = 1 << 15  # up to here every rank sends its whole value to the few others
 _FEW_RANKS = 8
@@ -57,6 +57,25 @@ def connect(mesh: Mesh, *, timing: Timing | None = None) -> Communicator:
     return Communicator(
         mesh, dist.get_rank(), _Processes(mesh, dist.get_rank(), timing or Timing())
     )
+
+
+def announce(comm: Communicator, text: str, *, wait: bool) -> None:
+    """Tell the other processes with what the model is called now.
+
+    It costs nothing while that is the same. After a change the others are awaited, so that none
+    meets them in another program's collectives; where changes are frequent that would cost every
+    step, and the beats find a difference within seconds.
+
+    Args:
+        text: equal on all ranks that call it rightly.
+        wait: await the others after this change, frequent or not.
+
+    Raises:
+        BatchError: another rank has called it with something else.
+        RankError: a rank died or stalled.
+    """
+    if isinstance(comm.transport, _Processes):
+        comm.transport.announce(text, wait)
 
 
 class _Work:
@@ -110,6 +129,14 @@ class _Processes:
         heart.start()
         self._heart = heart
         weakref.finalize(self, heart.close)
+
+    def announce(self, text: str, wait: bool) -> None:
+        """See the function of this name."""
+        assert self._heart is not None, "a transport beats once it is made"
+        if self._heart.note(text) and (wait or not self._heart.often):
+            fault = self._heart.meet()
+            if fault:
+                raise self._error(fault, Call("forward", ""))
 
     def _aborter(self) -> Callable[[], None] | None:
         """How to free a thread that waits inside a CUDA kernel; gloo waits are polled instead."""
@@ -167,7 +194,15 @@ class _Processes:
                 return self._error(fault, call)
         return RankError(f"Rank {self._rank} failed in {call}: {error}")
 
-    def _error(self, fault: str, call: Call) -> RankError:
+    def _error(self, fault: str, call: Call) -> RankError | BatchError:
+        if fault.startswith(DIFFER):
+            return BatchError(
+                f"The ranks call the model differently: {fault.removeprefix(DIFFER)}.",
+                where=f"rank {self._rank} was in {call}",
+                expected="the same shapes and settings on all ranks in every call",
+                hint="let all loaders give the same batches (seed, drop_last), or pass "
+                "batch='local' if every data-parallel rank loads its own rows",
+            )
         return RankError(
             f"{fault}.",
             where=f"rank {self._rank} was in {call}",

@@ -33,8 +33,5 @@ def backward(comm, device, inputs):
     all_reduce_bucket_default = comm.all_reduce_bucket_start([view_1, t_8, view, t_3], 'dp'); del view_1, t_8, view, t_3
     all_reduce_bucket_default = all_reduce_bucket_default.wait()
     return [
-        all_reduce_bucket_default[3],
-        all_reduce_bucket_default[2],
-        all_reduce_bucket_default[1],
-        all_reduce_bucket_default[0],
+        *all_reduce_bucket_default[::-1],
     ]
