@@ -30,6 +30,7 @@ def check_phases(phases: Phases) -> list[str]:
     """Problems of one program beside those of its lowered graph, see `check.spmd_problems`."""
     problems = _forward(phases)
     if phases.gradients:
+        problems += _repeated(phases)
         problems += _backward(phases)
         problems += _tails(phases)
     return problems
@@ -122,19 +123,7 @@ def _forward(phases: Phases) -> list[str]:
     if problems:
         return problems
     lowered = _Lowered(spmd, {_origin(n) for n in forward.nodes})
-    for node in forward.nodes:
-        if node.op != "call_function":
-            continue
-        source = lowered.by_name.get(_origin(node))
-        if source is None:
-            problems.append(f"forward: not in the lowered graph: {call_text(node)}")
-            continue
-        allowed = lowered.operands(source)
-        if not _moves(source):  # a collective is one call, others may become several
-            allowed.add(source.name)
-        wrong = [n.name for n in node.all_input_nodes if _origin(n) not in allowed]
-        if wrong:
-            problems.append(f"forward: {wrong[0]} is not an operand of {call_text(source)}")
+    problems += _copied("forward", forward.nodes, lowered)
     results = _results(spmd)
     have_results = _results(forward)
     for i, value in enumerate(results):
@@ -142,6 +131,41 @@ def _forward(phases: Phases) -> list[str]:
         if not isinstance(got, fx.Node) or _origin(got) not in lowered.made_by(value):
             problems.append(f"forward: result {i} is {got}, expected {call_text(value)}")
     return problems
+
+
+def _copied(phase: str, nodes: Iterable[fx.Node], lowered: _Lowered) -> list[str]:
+    """Calls of the lowered graph must take the operands that they take there."""
+    problems = []
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        source = lowered.by_name.get(_origin(node))
+        if source is None:
+            problems.append(f"{phase}: not in the lowered graph: {call_text(node)}")
+            continue
+        allowed = lowered.operands(source)
+        if not _moves(source):  # a collective is one call, others may become several
+            allowed.add(source.name)
+        wrong = [n.name for n in node.all_input_nodes if _origin(n) not in allowed]
+        if wrong:
+            problems.append(f"{phase}: {wrong[0]} is not an operand of {call_text(source)}")
+    return problems
+
+
+def _repeated(phases: Phases) -> list[str]:
+    """What the backward graph computes again must be calls of the forward graph, as they are."""
+    spmd, forward = phases.program.graph.graph, phases.forward.graph
+    again = [n for n in phases.backward.graph.nodes if info(n).again]
+    known = {(_origin(n), e.key) for n in forward.nodes if _moves(n) for e, _ in _entries([n])}
+    problems = [
+        f"backward: no collective of the forward graph: {call_text(n)}"
+        for n in again
+        if _moves(n)
+        for e, _ in _entries([n])
+        if (_origin(n), e.key) not in known
+    ]
+    lowered = _Lowered(spmd, {_origin(n) for n in forward.nodes})
+    return problems + _copied("backward", again, lowered)
 
 
 def _origin(node: fx.Node) -> str:
@@ -255,7 +279,7 @@ def _backward(phases: Phases) -> list[str]:
         if row is not None and row.adjoint and node in reach:
             name, args = _adjoint(node)
             want.append(_entry(name, args, node, node))
-    pairs = _entries(phases.backward.graph.nodes)
+    pairs = _entries(n for n in phases.backward.graph.nodes if not info(n).again)
     expected, entered = Counter(e.key for e in want), Counter(e.key for e, _ in pairs)
     text = {e.key: e for e in (*want, *(e for e, _ in pairs))}
     problems = [
@@ -289,7 +313,7 @@ def _flow(phases: Phases) -> list[str]:
         if operand in tangents:
             return source.name in roots or lowered.passes(source, roots)
         origin = _origin(operand)
-        if operand.op == "placeholder":
+        if operand.op == "placeholder" or info(operand).again:
             return origin == source.name or origin in forward.operands(source)
         if origin == source.name:
             return True
@@ -299,7 +323,7 @@ def _flow(phases: Phases) -> list[str]:
         return lowered.passes(source, {origin})
 
     for node in backward.nodes:
-        if node.op != "call_function" or _is(node, "all_reduce_bucket"):
+        if node.op != "call_function" or _is(node, "all_reduce_bucket") or info(node).again:
             continue
         source = lowered.by_name.get(_origin(node))
         if source is None:

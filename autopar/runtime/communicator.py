@@ -289,9 +289,24 @@ class Communicator:
         """`index` counted from the start of this rank's piece."""
         return index - sum(sizes[: self.coordinate[axis]])
 
-    def empty(self, xs: Sequence[Tensor], shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """What a call on empty pieces gives; its operands are named to keep their collectives."""
+    def empty(
+        self,
+        xs: Sequence[Tensor],
+        shape: Sequence[int],
+        read: Sequence[int],
+        call: str,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """What `call` gives on empty pieces; its operands are named to keep their collectives.
+
+        `read`: those that the gradient names for the same reason.
+        """
         return xs[0].new_empty(shape, dtype=dtype)
+
+    def nothing(self, xs: Sequence[Tensor], shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """The gradient that `empty` sends to an operand: zeros."""
+        return xs[0].new_zeros(shape, dtype=dtype)
 
     # ---- random numbers
 
