@@ -198,6 +198,9 @@ def _changes(node: Any, mesh: Mesh) -> list[tuple[str, Change]]:
 def _equal(node: Any, kind: str) -> str:
     """Why a change does not alter any number, or ''."""
     args = node.args
+    scatters = node.target is ops.reduce_scatter.default and kind != "mean for sum"
+    if kind in _VALUES and not scatters and _void(node):
+        return "this rank's piece is empty"
     if kind == "wrong piece" and _constant_along(args[0], args[2]):
         return "all pieces of an expanded value are equal"
     if kind == "pieces rotated" and all(u.target is aten.sum.default for u in node.users):
@@ -208,6 +211,19 @@ def _equal(node: Any, kind: str) -> str:
         if kind in ("min for max", "sum for max"):
             return "softmax does not depend on the shift of its exponents"
     return ""
+
+
+_VALUES = ("mean for sum", "wrong piece", "rotated sizes", "pieces rotated")
+"""Kinds that change values only."""
+
+
+def _void(node: Any) -> bool:
+    """Whether nothing is left of a value: it is empty, or only empty pieces of it are used."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor) and val.numel() == 0:
+        return True
+    through = (ops.shard.default, ops.cut.default, aten.reshape.default)
+    return bool(node.users) and all(u.target in through and _void(u) for u in node.users)
 
 
 def _constant_along(value: Any, dim: Any) -> bool:

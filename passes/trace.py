@@ -277,6 +277,15 @@ def _clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif node.target is aten.native_layer_norm_backward.default and node.args[6] is not None:
+            # it asks only whether there is a bias, which need not be kept for that
+            node.update_arg(6, node.args[5])
+        elif node.target is aten.convolution_backward.default and not node.args[10][0]:
+            shape = list(node.args[2].meta["val"].shape)  # nothing but the shape is read of it
+            with graph.inserting_before(node):
+                shaped = graph.call_function(aten.new_empty.default, (node.args[0], shape))
+            shaped.meta["val"] = node.args[2].meta["val"]
+            node.update_arg(2, shaped)
     graph.eliminate_dead_code()
 
 
