@@ -24,7 +24,7 @@ from autopar.check import check_annotated, check_global, check_spmd
 from autopar.compat import FakeTensorMode
 from autopar.compiled import Compiled, uneven_atoms
 from autopar.errors import InputError, PlanError, RuleError, VerificationError
-from autopar.layout import Layout, Mesh
+from autopar.layout import DATA_AXES, Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.module import ParallelModule
 from autopar.passes.bucket import Bucket
@@ -40,6 +40,7 @@ from autopar.strategies.data import Data
 from autopar.strategies.follow import Follow
 from autopar.strategies.planned import Inserted, Planned, read_plan
 from autopar.strategies.tensor import Tensors
+from autopar.strategies.zero import Zero
 
 __all__ = ["Options", "compile", "parallelize"]
 
@@ -58,11 +59,13 @@ class Options:
     backend: str = "eager"
     seed: int = 0
     strict: bool = False
+    zero: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("batch", self.batch, ("global", "local")),
             ("backend", self.backend, ("eager", "inductor")),
+            ("zero", self.zero, (None, 0, 3)),
         ):
             if value not in known:
                 raise InputError(
@@ -98,6 +101,8 @@ def parallelize(
         backend: ``"eager"`` or ``"inductor"``.
         seed: seed of dropout and other random calls.
         strict: raise for an operation without a rule instead of computing it replicated.
+        zero: 3 keeps parameters cut over fsdp, or over dp where there is no fsdp, and gathers them
+            where they are used; 0 keeps them whole. By default 3 over fsdp and 0 over dp.
 
     Raises:
         MeshError: mesh and world size differ, or the mesh text is wrong.
@@ -223,7 +228,7 @@ def _lower(
     differentiate: Differentiate,
 ) -> Phases:
     has_loss = any(o.is_loss for o in program.outputs)
-    rows = ("dp",) if options.batch == "local" else ()
+    rows = DATA_AXES if options.batch == "local" else ()
     lowered = Shard(coordinate, whole_outputs=not has_loss, row_axes=rows).run(program)
     check_spmd(lowered, "shard", coordinate)
     lowered = Fuse().run(lowered)
@@ -287,7 +292,7 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
         return chosen
     made: list[Any] = []
     for axis in mesh.names:
-        if axis == "dp":
+        if axis in DATA_AXES:
             made.append(Data(axis, options.batch_dims))
         elif axis == "tp":
             made.append(Tensors(axis, options.sequence, options.pins))
@@ -295,10 +300,25 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
             raise PlanError(
                 f"There is no strategy for the mesh axis '{axis}'.",
                 where=f"mesh '{mesh}'",
-                expected="axes named dp (data) and tp (tensor)",
+                expected="axes named dp or fsdp (data) and tp (tensor)",
                 hint="rename the axis, or pass strategy=",
             )
-    return made
+    return [*made, *_zero(mesh, options)]
+
+
+def _zero(mesh: Mesh, options: Options) -> list[Zero]:
+    """ZeRO over fsdp where the mesh has it, else over dp where it is asked for."""
+    if options.zero is None:
+        return [Zero("fsdp")] if "fsdp" in mesh.names else []
+    axis = next((a for a in ("fsdp", "dp") if a in mesh.names), None)
+    if axis is None and options.zero:
+        raise PlanError(
+            f"zero={options.zero} needs ranks with different rows to share a state between.",
+            where=f"mesh '{mesh}'",
+            expected="an axis fsdp or dp",
+            hint="add one, such as 'fsdp=2, tp=4', or drop zero",
+        )
+    return [Zero(axis)] if axis and options.zero else []
 
 
 def _check_rules(program: Program, strict: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +14,11 @@ from torch import Tensor
 from autopar.capture import Arguments, empty_like
 from autopar.compat import FakeTensorMode
 from autopar.errors import BatchError, InputError, PlanError
-from autopar.layout import Layout, Mesh, chunk_sizes
+from autopar.layout import DATA_AXES, Layout, Mesh, chunk_sizes
 from autopar.runtime import Communicator
 from autopar.runtime.pieces import piece
 
 __all__ = ["Batch", "Rows"]
-
-_DATA_AXIS = "dp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,15 @@ class Rows:
 
     Args:
         mine: rows that this rank passed.
-        counts: rows that each data-parallel rank passed.
+        counts: rows that each data-parallel rank passed, the last data axis varying fastest.
         total: rows of the whole batch.
+        in_place: whether every rank already holds the rows that its program works on.
     """
 
     mine: int
     counts: tuple[int, ...]
     total: int
-
-    @property
-    def in_place(self) -> bool:
-        """Whether every rank already holds the rows that its program works on."""
-        return self.counts == chunk_sizes(self.total, len(self.counts))
+    in_place: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +57,29 @@ class Batch:
             raise InputError(f"batch={self.mode!r}", expected="'global' or 'local'")
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes along which ranks pass rows of their own."""
+        local = self.mode == "local"
+        return tuple(a for a, n in self.mesh.axes if a in DATA_AXES and n > 1 and local)
+
+    @property
     def ranks(self) -> int:
         """Ranks that pass rows of their own."""
-        return self.mesh.sizes.get(_DATA_AXIS, 1) if self.mode == "local" else 1
+        return math.prod(self.mesh.sizes[a] for a in self.axes)
+
+    def place(self, rank: int) -> int:
+        """Which of the ranks that pass rows of their own `rank` is, or is like."""
+        at, coordinate = 0, self.mesh.coordinate(rank)
+        for axis in self.axes:
+            at = at * self.mesh.sizes[axis] + coordinate[axis]
+        return at
+
+    def cut(self, total: int) -> tuple[int, ...]:
+        """How programs share the rows out: cut over one axis after the other."""
+        counts: tuple[int, ...] = (total,)
+        for axis in self.axes:
+            counts = tuple(c for n in counts for c in chunk_sizes(n, self.mesh.sizes[axis]))
+        return counts
 
     def rows(self, arguments: Arguments) -> Rows:
         """Count the rows; in local mode the ranks tell each other theirs, at every call."""
@@ -81,14 +97,15 @@ class Batch:
                     expected="the same shapes on all ranks but for the number of rows",
                     hint="pad all rows of a step to one length",
                 )
-            at = self.mesh.coordinate(rank)[_DATA_AXIS]
+            at = self.place(rank)
             if counts.setdefault(at, n) != n:
+                where = ", ".join(f"{a}={self.mesh.coordinate(rank)[a]}" for a in self.axes)
                 raise BatchError(
-                    f"Ranks at {_DATA_AXIS}={at} were given {counts[at]} and {n} rows.",
+                    f"Ranks at {where} were given {counts[at]} and {n} rows.",
                     expected="the same rows on ranks that differ only in other axes",
                 )
         ordered = tuple(counts[i] for i in range(self.ranks))
-        return Rows(mine, ordered, sum(ordered))
+        return Rows(mine, ordered, sum(ordered), ordered == self.cut(sum(ordered)))
 
     def _other_sizes(self, arguments: Arguments, mine: int) -> str:
         """The shapes of a call with the number of rows left open."""
@@ -122,13 +139,28 @@ class Batch:
         for name, t, layout in zip(arguments.names, arguments.tensors, layouts, strict=True):
             d = self.dim(name, t, rows)
             if self.ranks > 1 and d is not None:
-                cut = layout.sharded == {_DATA_AXIS: (d, 0)} and len(layout.dims[d]) == 1
-                if rows.in_place and cut:  # the plain rows: nothing moves
-                    found.append(t)
+                cut = (
+                    layout.sharded == dict.fromkeys(self.axes, (d, 0)) and len(layout.dims[d]) == 1
+                )
+                if rows.in_place and cut and layout.dims[d][0].axes == self.axes:
+                    found.append(t)  # the plain rows: nothing moves
                     continue
-                t = self.comm.all_gather_replicated(t, _DATA_AXIS, d, 1, list(rows.counts))
+                t = self.gather(t, d, rows.counts)
             found.append(piece(t, layout, self.mesh, self.comm.coordinate))
         return found
+
+    def gather(self, t: Tensor, dim: int, counts: tuple[int, ...]) -> Tensor:
+        """The rows of all ranks."""
+        start, length = self.place(self.comm.rank), 1
+        for axis in reversed(self.axes):
+            k = self.mesh.sizes[axis]
+            start -= start // length % k * length
+            ends = range(start, start + length * k, length)
+            t = self.comm.all_gather_replicated(
+                t, axis, dim, 1, [sum(counts[i : i + length]) for i in ends]
+            )
+            length *= k
+        return t
 
     def check(self, arguments: Arguments, plan: str) -> None:
         """Compare the values, and the plan of the program, between ranks.
@@ -151,7 +183,7 @@ class Batch:
         everyone = [theirs for theirs, _ in answers]
         first: dict[int, int] = {}
         for rank, theirs in enumerate(everyone):  # every rank finds the same pair and raises
-            at = self.mesh.coordinate(rank).get(_DATA_AXIS, 0) if self.ranks > 1 else 0
+            at = self.place(rank)
             other = first.setdefault(at, rank)
             ours = everyone[other]
             bad = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]
@@ -162,7 +194,7 @@ class Batch:
                     expected="the same values on both ranks",
                     hint="pass batch='local' if every data-parallel rank loads its own rows"
                     if self.mode == "global"
-                    else "give ranks that differ only in other axes than dp the same rows",
+                    else "give ranks that differ only in other axes than dp and fsdp the same rows",
                 )
         if self.ranks > 1 and all(theirs == mine for theirs in everyone):
             warnings.warn(

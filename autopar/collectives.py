@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["COLLECTIVES", "Collective", "collective_of", "ops"]
+__all__ = ["COLLECTIVES", "Collective", "collective_of", "members_of", "ops", "split_cuts"]
 
 ops = torch.ops.autopar
 
@@ -48,6 +48,8 @@ class Collective:
 
 
 _CUT = "str axis, int dim, int outer, int[] sizes"
+_CUTS = "(Tensor[] xs, str axis, int[] dims, int[] outers, int[] sizes)"
+"""One dim and outer a member; their sizes one after the other."""
 COLLECTIVES: dict[str, Collective] = {
     row.name: row
     for row in (
@@ -71,6 +73,11 @@ COLLECTIVES: dict[str, Collective] = {
             1,
         ),
         Collective("all_reduce_bucket", "(Tensor[] xs, str axis) -> Tensor[]", "P", "R", None, 2),
+        Collective("all_gather_bucket", f"{_CUTS} -> Tensor[]", "S", "V", None, 1),
+        Collective("all_gather_replicated_bucket", f"{_CUTS} -> Tensor[]", "S", "R", None, 1),
+        Collective(
+            "reduce_scatter_bucket", f"{_CUTS[:-1]}, int[] locals) -> Tensor[]", "P", "S", None, 1
+        ),
     )
 }
 
@@ -79,11 +86,37 @@ for _row in COLLECTIVES.values():
     _arrow = "" if "->" in _row.schema else " -> Tensor"
     _library.define(f"{_row.name}{_row.schema}{_arrow}")
 _library.define("shift(Tensor index, str axis, int[] sizes) -> Tensor")
-_library.define("empty(Tensor[] xs, int[] shape, *, ScalarType dtype) -> Tensor")
+_library.define(
+    "empty(Tensor[] xs, int[] shape, int[] read, str call, *, ScalarType dtype) -> Tensor"
+)
+_library.define("nothing(Tensor[] xs, int[] shape, *, ScalarType dtype) -> Tensor")
 _library.define(
     "uniform(int[] shape, str layout, int site, *, ScalarType dtype, Device device) -> Tensor"
 )
 _library.define("keep_mask(int[] shape, str layout, int site, float p, *, Device device) -> Tensor")
+
+
+def split_cuts(members: int, *cuts: Any) -> list[tuple[Any, ...]]:
+    """What a bucket's arguments after the axis say of each member: (dim, outer, sizes[, local])."""
+    k = len(cuts[2]) // members if cuts else 0
+    return [
+        tuple(list(cut[i * k : i * k + k]) if at == 2 else cut[i] for at, cut in enumerate(cuts))
+        for i in range(members)
+    ]
+
+
+def members_of(node: fx.Node) -> list[tuple[str, fx.Node, tuple[Any, ...]]]:
+    """(collective, operand, other arguments) of a collective, or of each member of a bucket."""
+    row = collective_of(node)
+    assert row is not None, "only for collectives"
+    xs, axis, *cuts = node.args
+    name = row.name.removesuffix("_bucket")
+    if name == row.name:
+        return [(name, xs, (axis, *cuts))]  # type: ignore[list-item]
+    if name == "all_reduce":
+        return [(name, x, (axis, "sum")) for x in xs]  # type: ignore[union-attr, misc]
+    own = split_cuts(len(xs), *cuts)  # type: ignore[arg-type]
+    return [(name, x, (axis, *cut)) for x, cut in zip(xs, own, strict=True)]  # type: ignore
 
 
 def _resized(x: Tensor, dim: int, length: int) -> Tensor:
@@ -134,8 +167,18 @@ _FAKES: dict[str, Any] = {
     "reduce_scatter": _cut,
     "all_to_all": _exchanged,
     "all_reduce_bucket": lambda xs, axis: [_fresh(x) for x in xs],
+    "all_gather_bucket": lambda xs, axis, *cuts: [
+        _gathered(x, axis, *cut) for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
+    ],
+    "all_gather_replicated_bucket": lambda xs, axis, *cuts: _FAKES["all_gather_bucket"](
+        xs, axis, *cuts
+    ),
+    "reduce_scatter_bucket": lambda xs, axis, *cuts: [
+        _cut(x, axis, *cut) for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
+    ],
     "shift": lambda index, axis, sizes: torch.empty_like(index),
-    "empty": lambda xs, shape, *, dtype: xs[0].new_empty(shape, dtype=dtype),
+    "empty": lambda xs, shape, read, call, *, dtype: xs[0].new_empty(shape, dtype=dtype),
+    "nothing": lambda xs, shape, *, dtype: xs[0].new_zeros(shape, dtype=dtype),
     "uniform": lambda shape, layout, site, *, dtype, device: torch.empty(
         shape, dtype=dtype, device=device
     ),
@@ -189,11 +232,17 @@ def _note_operands(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
     ctx.operands = [(x.shape, x.dtype if x.is_floating_point() else None) for x in inputs[0]]
+    ctx.read = [inputs[0][i] for i in inputs[2]]
 
 
 def _nothing(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """No element of the result depends on an operand: all gradients are zero, and present."""
-    return [d and grad.new_zeros(shape, dtype=d) for shape, d in ctx.operands], None
+    """No element of the result depends on an operand: all gradients are zero, and present.
+
+    They name the operands that other ranks compute theirs from, to enter the same gathers.
+    """
+    xs = [*ctx.read, grad]
+    zeros = [d and ops.nothing(xs, list(shape), dtype=d) for shape, d in ctx.operands]
+    return zeros, None, None if ctx.read else [], None  # torch wants an empty list back for one
 
 
 torch.library.register_autograd(
@@ -212,9 +261,8 @@ def moved_bytes(node: fx.Node, axis_size: int) -> float:
     row = collective_of(node)
     if row is None or axis_size == 1:
         return 0.0
-    if row.name == "all_reduce_bucket":
-        values = list(node.meta["val"])
-    else:
-        values = [node.meta["val"] if row.takes == "S" else node.args[0].meta["val"]]  # type: ignore
+    results = node.meta["val"] if row.name.endswith("_bucket") else [node.meta["val"]]
+    operands = [x.meta["val"] for _, x, _ in members_of(node)]
+    values = results if row.takes == "S" else operands
     total = sum(math.prod(v.shape) * v.dtype.itemsize for v in values)
     return float(row.factor * (axis_size - 1) / axis_size * total)

@@ -26,7 +26,7 @@ def uneven_atoms(program: Program) -> tuple[Atom, ...]:
     found: dict[Atom, None] = {}
     for node, spec in specs(program).items():
         record = info(node)
-        layouts = list(record.layouts)
+        layouts = [*record.layouts, *([record.rest] if record.rest else [])]
         if node.op == "call_function":
             layouts += [
                 spec.operand_layout(i, record.choice, program.mesh)

@@ -17,7 +17,10 @@ from functools import cached_property, lru_cache
 
 from autopar.errors import MeshError
 
-__all__ = ["Atom", "Layout", "Mesh", "chunk_sizes", "mesh", "replicated"]
+__all__ = ["DATA_AXES", "Atom", "Layout", "Mesh", "chunk_sizes", "mesh", "replicated"]
+
+DATA_AXES = ("dp", "fsdp")
+"""Mesh axes that cut the batch."""
 
 
 @lru_cache(maxsize=4096)
@@ -190,7 +193,7 @@ class Layout:
         return dict(self.partial)[axis]
 
     def key(self, axis: str, mesh: Mesh) -> tuple[object, ...]:
-        """Equal for two layouts of one shape iff `axis` cuts both into the same pieces."""
+        """Equal for two layouts of one shape only where `axis` cuts both into the same pieces."""
         d, i = self.sharded[axis]
         atom = self.dims[d][i]
         outer = math.prod(a.size for a in self.dims[d][:i])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.collectives import collective_of, ops
+from autopar.collectives import collective_of, members_of, ops
 from autopar.compiled import Compiled
 from autopar.layout import Mesh
 from autopar.passes.bucket import Bucket
@@ -32,6 +32,7 @@ Change = Callable[[fx.Graph, Any], bool]
 
 _CUTS = ("shard", "cut", "reduce_scatter")
 _GATHERS = ("all_gather", "all_gather_replicated")
+_GATHER_BUCKETS = ("all_gather_bucket", "all_gather_replicated_bucket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,10 @@ def _changes(node: Any, mesh: Mesh) -> list[tuple[str, Change]]:
         found += [(f"member {i} left out", _without(i)) for i in range(len(node.args[0]))]
         found.append(("two members exchanged", _exchanged))
         found.append(("mean for sum", _scaled_member(1 / size)))
+    if row.name == "reduce_scatter_bucket":
+        found += [("two members exchanged", _exchanged), ("mean for sum", _scaled_member(1 / size))]
+    if row.name in _GATHER_BUCKETS:
+        found += [("two members exchanged", _exchanged), ("pieces rotated", _turned_member)]
     if row.name in _GATHERS:
         found += [("padded without communication", _as(ops.pad.default))]
         found += [("own piece in every place", _repeated), ("pieces rotated", _turned)]
@@ -198,6 +203,9 @@ def _changes(node: Any, mesh: Mesh) -> list[tuple[str, Change]]:
 def _equal(node: Any, kind: str) -> str:
     """Why a change does not alter any number, or ''."""
     args = node.args
+    scatters = node.target is ops.reduce_scatter.default and kind != "mean for sum"
+    if kind in _VALUES and not scatters and _void(node):
+        return "this rank's piece is empty"
     if kind == "wrong piece" and _constant_along(args[0], args[2]):
         return "all pieces of an expanded value are equal"
     if kind == "pieces rotated" and all(u.target is aten.sum.default for u in node.users):
@@ -208,6 +216,19 @@ def _equal(node: Any, kind: str) -> str:
         if kind in ("min for max", "sum for max"):
             return "softmax does not depend on the shift of its exponents"
     return ""
+
+
+_VALUES = ("mean for sum", "wrong piece", "rotated sizes", "pieces rotated")
+"""Kinds that change values only."""
+
+
+def _void(node: Any) -> bool:
+    """Whether nothing is left of a value: it is empty, or only empty pieces of it are used."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor) and val.numel() == 0:
+        return True
+    through = (ops.shard.default, ops.cut.default, aten.reshape.default)
+    return bool(node.users) and all(u.target in through and _void(u) for u in node.users)
 
 
 def _constant_along(value: Any, dim: Any) -> bool:
@@ -317,10 +338,13 @@ def _late(graph: fx.Graph, node: Any) -> bool:
 
 def _turned(graph: fx.Graph, node: Any) -> bool:
     """The cut dim of the result turned by one piece (or by half, where the piece is whole)."""
-    dim, outer, sizes = node.args[2:5]
-    length = sum(sizes)
-    if node.target is ops.all_to_all.default and outer != 1:
+    if node.target is ops.all_to_all.default and node.args[3] != 1:
         return False
+    return _turn(graph, node, *node.args[2:5])
+
+
+def _turn(graph: fx.Graph, node: Any, dim: int, outer: int, sizes: list[int]) -> bool:
+    length = sum(sizes)
     shape = list(node.meta["val"].shape)
     wide = [*shape[:dim], outer, length, *shape[dim + 1 :]]
     with graph.inserting_after(node):
@@ -413,7 +437,7 @@ def _exchanged(graph: fx.Graph, node: Any) -> bool:
     users = _members(node)
     for i, a in enumerate(users):
         for b in users[i + 1 :]:
-            if a.meta["val"].shape == b.meta["val"].shape:
+            if a.meta["val"].shape == b.meta["val"].shape and a.meta["val"].numel():
                 a.args, b.args = b.args, a.args
                 return True
     return False
@@ -421,9 +445,16 @@ def _exchanged(graph: fx.Graph, node: Any) -> bool:
 
 def _scaled_member(factor: float) -> Change:
     def change(graph: fx.Graph, node: Any) -> bool:
-        return _scaled(factor)(graph, _members(node)[0])
+        held = [user for user in _members(node) if user.meta["val"].numel()]
+        return bool(held) and _scaled(factor)(graph, held[0])
 
     return change
+
+
+def _turned_member(graph: fx.Graph, node: Any) -> bool:
+    user = _members(node)[0]
+    _, dim, outer, sizes = members_of(node)[user.args[1]][2]
+    return _turn(graph, user, dim, outer, sizes)
 
 
 def _double_bucket(graph: fx.Graph, node: Any) -> bool:

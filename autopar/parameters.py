@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,9 +74,11 @@ class Placer:
                 placements.append(Replicate())
                 continue
             d, i = at
-            outer = 1
-            for atom in layout.dims[d][:i]:
-                outer *= atom.size
+            outer = math.prod(atom.size for atom in layout.dims[d][:i])
+            axes, names = layout.dims[d][i].axes, self.mesh.names
+            for inside in axes[: axes.index(axis)]:  # cut before, though later in the mesh
+                if names.index(inside) > names.index(axis):
+                    outer *= self.mesh.sizes[inside]
             placements.append(Shard(d) if outer == 1 else StridedShard(d, split_factor=outer))
         shape = torch.Size(layout.shape)
         stride = torch.empty(shape, device="meta").stride()

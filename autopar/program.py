@@ -45,7 +45,9 @@ class NodeInfo:
     """Everything the compiler knows about one node.
 
     Args:
+        rest: of a state, the layout it is kept in where that is not the one it is used in.
         origin: in a forward graph, the node of the SPMD graph that it computes (part of).
+        again: computed once more in the backward graph rather than saved for it.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -54,6 +56,8 @@ class NodeInfo:
     module: str = ""
     site: int = -1
     origin: str = ""
+    rest: Layout | None = None
+    again: bool = False
 
 
 def info(node: fx.Node) -> NodeInfo:

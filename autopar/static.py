@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.collectives import collective_of
+from autopar.collectives import collective_of, members_of
 from autopar.layout import Mesh
 from autopar.program import Phases, call_text, info
 
@@ -30,6 +30,7 @@ def check_phases(phases: Phases) -> list[str]:
     """Problems of one program beside those of its lowered graph, see `check.spmd_problems`."""
     problems = _forward(phases)
     if phases.gradients:
+        problems += _repeated(phases)
         problems += _backward(phases)
         problems += _tails(phases)
     return problems
@@ -42,7 +43,7 @@ def count_collectives(phases: Phases) -> int:
         for node in gm.graph.nodes:
             row = collective_of(node)
             if row is not None and row.factor:
-                total += len(node.args[0]) if row.name == "all_reduce_bucket" else 1
+                total += len(members_of(node))
     return total
 
 
@@ -75,12 +76,9 @@ def _entries(nodes: Iterable[fx.Node]) -> list[tuple[_Entry, bool]]:
         row = collective_of(node)
         if row is None or row.name == "vary":
             continue
-        if row.name == "all_reduce_bucket":
-            for member in node.args[0]:  # type: ignore[union-attr]
-                made = _entry("all_reduce", (str(node.args[1]), "sum"), member, node)
-                found.append((made, True))
-        else:
-            found.append((_entry(row.name, _plain(node.args[1:]), node.args[0], node), False))
+        for name, operand, args in members_of(node):
+            made = _entry(name, _plain(args), operand, node)
+            found.append((made, row.name != name))
     return found
 
 
@@ -100,6 +98,18 @@ def _moves(node: fx.Node) -> bool:
     return row is not None and row.name != "vary"
 
 
+def _is_bucket(node: Any) -> bool:
+    row = collective_of(node)
+    return row is not None and row.name.endswith("_bucket")
+
+
+def _member(node: fx.Node) -> tuple[str, fx.Node, tuple[Any, ...]] | None:
+    """The collective that a result of a bucket comes from, as `members_of` gives it."""
+    if node.target is operator.getitem and _is_bucket(node.args[0]):
+        return members_of(node.args[0])[node.args[1]]  # type: ignore
+    return None
+
+
 def _live(graph: fx.Graph) -> list[fx.Node]:
     seen: set[fx.Node] = set()
     stack = list(graph.output_node().all_input_nodes)
@@ -116,25 +126,11 @@ def _forward(phases: Phases) -> list[str]:
     spmd, forward = phases.program.graph.graph, phases.forward.graph
     want = [n for n in _live(spmd) if _moves(n)]
     have = [n for n in forward.nodes if _moves(n)]
-    expected = [e for e, _ in _entries(want)]
-    entered = [e for e, _ in _entries(have)]
-    problems = _sequence("forward", expected, entered)
+    problems = _sequence("forward", [e for e, _ in _entries(want)], _entries(have))
     if problems:
         return problems
     lowered = _Lowered(spmd, {_origin(n) for n in forward.nodes})
-    for node in forward.nodes:
-        if node.op != "call_function":
-            continue
-        source = lowered.by_name.get(_origin(node))
-        if source is None:
-            problems.append(f"forward: not in the lowered graph: {call_text(node)}")
-            continue
-        allowed = lowered.operands(source)
-        if not _moves(source):  # a collective is one call, others may become several
-            allowed.add(source.name)
-        wrong = [n.name for n in node.all_input_nodes if _origin(n) not in allowed]
-        if wrong:
-            problems.append(f"forward: {wrong[0]} is not an operand of {call_text(source)}")
+    problems += _copied("forward", forward.nodes, lowered)
     results = _results(spmd)
     have_results = _results(forward)
     for i, value in enumerate(results):
@@ -142,6 +138,51 @@ def _forward(phases: Phases) -> list[str]:
         if not isinstance(got, fx.Node) or _origin(got) not in lowered.made_by(value):
             problems.append(f"forward: result {i} is {got}, expected {call_text(value)}")
     return problems
+
+
+def _copied(phase: str, nodes: Iterable[fx.Node], lowered: _Lowered) -> list[str]:
+    """Calls of the lowered graph must take the operands that they take there."""
+    problems = []
+    for node in nodes:
+        if node.op != "call_function" or _is_bucket(node):
+            continue
+        source = lowered.by_name.get(_origin(node))
+        if source is None:
+            problems.append(f"{phase}: not in the lowered graph: {call_text(node)}")
+            continue
+        allowed = lowered.operands(source)
+        if not _moves(source):  # a collective is one call, others may become several
+            allowed.add(source.name)
+        member = _member(node)
+        operands = node.all_input_nodes if member is None else [member[1]]
+        if member is not None and not _same(member, source):
+            problems.append(f"{phase}: {call_text(node)} is not {call_text(source)}")
+        wrong = [n.name for n in operands if _origin(n) not in allowed]
+        if wrong:
+            problems.append(f"{phase}: {wrong[0]} is not an operand of {call_text(source)}")
+    return problems
+
+
+def _repeated(phases: Phases) -> list[str]:
+    """What the backward graph computes again must be calls of the forward graph, as they are."""
+    spmd, forward = phases.program.graph.graph, phases.forward.graph
+    again = [n for n in phases.backward.graph.nodes if info(n).again]
+    known = {e.key for e, _ in _entries(forward.nodes)}
+    problems = [
+        f"backward: no collective of the forward graph: {call_text(n)}"
+        for n in again
+        if _moves(n)
+        for e, _ in _entries([n])
+        if e.key not in known
+    ]
+    lowered = _Lowered(spmd, {_origin(n) for n in forward.nodes})
+    return problems + _copied("backward", again, lowered)
+
+
+def _same(member: tuple[str, fx.Node, tuple[Any, ...]], source: fx.Node) -> bool:
+    """Whether a member of a bucket is the collective of the lowered graph that it stands for."""
+    row = collective_of(source)
+    return row is not None and (row.name, _plain(source.args[1:])) == (member[0], _plain(member[2]))
 
 
 def _origin(node: fx.Node) -> str:
@@ -199,13 +240,22 @@ def _numel(node: fx.Node) -> int:
     return math.prod(val.shape) if hasattr(val, "shape") else -1
 
 
-def _sequence(phase: str, want: list[_Entry], have: list[_Entry]) -> list[str]:
-    for i in range(max(len(want), len(have))):
-        a = want[i] if i < len(want) else None
-        b = have[i] if i < len(have) else None
-        if a is None or b is None or a.key != b.key:
-            at = b.node if b is not None else a.node if a is not None else ""
-            return [f"{phase}: collective {i} is {b or 'missing'}, expected {a or 'none'}: {at}"]
+def _sequence(phase: str, want: list[_Entry], pairs: list[tuple[_Entry, bool]]) -> list[str]:
+    """The wanted collectives must be entered; those outside buckets in their order."""
+    have = [e for e, _ in pairs]
+    expected, entered = Counter(e.key for e in want), Counter(e.key for e in have)
+    text = {e.key: e for e in (*want, *have)}
+    problems = [
+        f"{phase}: {entered[k]} x {text[k]}, expected {expected[k]}: {text[k].node}"
+        for k in text
+        if expected[k] != entered[k]
+    ]
+    if problems:
+        return problems
+    rest = iter(want)
+    for e in (e for e, inside in pairs if not inside):
+        if not any(w.key == e.key for w in rest):
+            return [f"{phase}: out of its order: {e.node}"]
     return []
 
 
@@ -255,22 +305,8 @@ def _backward(phases: Phases) -> list[str]:
         if row is not None and row.adjoint and node in reach:
             name, args = _adjoint(node)
             want.append(_entry(name, args, node, node))
-    pairs = _entries(phases.backward.graph.nodes)
-    expected, entered = Counter(e.key for e in want), Counter(e.key for e, _ in pairs)
-    text = {e.key: e for e in (*want, *(e for e, _ in pairs))}
-    problems = [
-        f"backward: {entered[k]} x {text[k]}, expected {expected[k]}: {text[k].node}"
-        for k in text
-        if expected[k] != entered[k]
-    ]
-    if problems:
-        return problems
-    alone = [e for e, inside in pairs if not inside]
-    rest = iter(want)
-    for e in alone:  # the ones outside buckets keep their order
-        if not any(w.key == e.key for w in rest):
-            return [f"backward: out of its order: {e.node}"]
-    return _flow(phases)
+    pairs = _entries(n for n in phases.backward.graph.nodes if not info(n).again)
+    return _sequence("backward", want, pairs) or _flow(phases)
 
 
 def _flow(phases: Phases) -> list[str]:
@@ -289,7 +325,7 @@ def _flow(phases: Phases) -> list[str]:
         if operand in tangents:
             return source.name in roots or lowered.passes(source, roots)
         origin = _origin(operand)
-        if operand.op == "placeholder":
+        if operand.op == "placeholder" or info(operand).again:
             return origin == source.name or origin in forward.operands(source)
         if origin == source.name:
             return True
@@ -299,15 +335,16 @@ def _flow(phases: Phases) -> list[str]:
         return lowered.passes(source, {origin})
 
     for node in backward.nodes:
-        if node.op != "call_function" or _is(node, "all_reduce_bucket"):
+        if node.op != "call_function" or _is_bucket(node) or info(node).again:
             continue
         source = lowered.by_name.get(_origin(node))
         if source is None:
             problems.append(f"backward: not in the lowered graph: {call_text(node)}")
             continue
         operands = node.all_input_nodes
-        if node.target is operator.getitem and _is(node.args[0], "all_reduce_bucket"):
-            operands = [node.args[0].args[0][node.args[1]]]
+        member = _member(node)
+        if member is not None:
+            operands = [member[1]]
         wrong = [n.name for n in operands if not fits(n, source)]
         if wrong:
             problems.append(f"backward: {wrong[0]} is no gradient or value of {call_text(source)}")
@@ -370,15 +407,13 @@ def _reductions(grad: fx.Node) -> list[str]:
     axes: list[str] = []
     at: Any = grad
     while True:
-        if at.target is operator.getitem and _is(at.args[0], "all_reduce_bucket"):
-            bucket, i = at.args
-            axes.append(str(bucket.args[1]))
-            at = bucket.args[0][i]
-        elif _is(at, "all_reduce"):
-            axes.append(str(at.args[1]))
-            at = at.args[0]
-        else:
+        member = _member(at)
+        if member is None and _is(at, "all_reduce"):
+            member = members_of(at)[0]
+        if member is None or member[0] != "all_reduce":
             return axes
+        axes.append(str(member[2][0]))
+        at = member[1]
 
 
 # --- between ranks -----------------------------------------------------------------------------
@@ -430,18 +465,18 @@ def _trace(phases: Phases) -> list[tuple[str, str, str, str]]:
             row = collective_of(node)
             if row is None or row.factor == 0:
                 continue
-            if row.name == "all_reduce_bucket":
-                made = [e for e, _ in _entries([node])]
-                agreed = ", ".join(f"{e.dtype}{list(e.shape)}" for e in made)
-            else:
-                entry = _entries([node])[0][0]
-                shape: list[Any] = list(entry.shape)
-                args = list(entry.args[1:])
-                if len(args) > 1:
-                    shape[args[0]] = "cut"
-                for at in (7, 3):  # local lengths differ
-                    if len(args) > at:
-                        del args[at]
-                agreed = f"{entry.dtype}{shape} {args}"
+            agreed = ", ".join(_agreed(e) for e, _ in _entries([node]))
             rows.append((phase, row.name, str(node.args[1]), agreed))
     return rows
+
+
+def _agreed(entry: _Entry) -> str:
+    """What all members of a group must say of a collective."""
+    shape: list[Any] = list(entry.shape)
+    args = list(entry.args[1:])
+    if len(args) > 1:
+        shape[args[0]] = "cut"
+    for at in (7, 3):  # local lengths differ
+        if len(args) > at:
+            del args[at]
+    return f"{entry.dtype}{shape} {args}"

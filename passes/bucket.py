@@ -1,22 +1,34 @@
-"""Join the reductions of gradients, so that few large messages replace many small ones."""
+"""Join collectives on parameters and their gradients: few large messages replace many small."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from autopar.collectives import ops
-from autopar.program import Phases, copied
+from autopar.collectives import members_of, ops
+from autopar.program import NodeInfo, Phases, copied, info, set_info
 
 __all__ = ["Bucket"]
+
+_BUCKETS: dict[Any, Any] = {
+    ops.all_reduce.default: ops.all_reduce_bucket.default,
+    ops.all_gather.default: ops.all_gather_bucket.default,
+    ops.all_gather_replicated.default: ops.all_gather_replicated_bucket.default,
+    ops.reduce_scatter.default: ops.reduce_scatter_bucket.default,
+}
+_GATHERS = (ops.all_gather.default, ops.all_gather_replicated.default)
+_REDUCTIONS = (ops.all_reduce.default, ops.reduce_scatter.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Group the all-reduces that end gradients by axes and dtype, in the order they are ready.
+    """Group the gathers of parameters and the reductions that end gradients, in their order.
+
+    A bucket of gathers stands where its first member stood, one of reductions where its last did.
 
     Before:
         g1 = autopar.all_reduce(d1, "dp", "sum"); g0 = autopar.all_reduce(d0, "dp", "sum")
@@ -31,66 +43,88 @@ class Bucket:
     name: str = "bucket"
 
     def run(self, phases: Phases) -> Phases:
-        """Rewrite the backward graph."""
-        old = phases.backward
-        graph, _ = copied(old.graph)
-        out: Any = graph.output_node().args[0]
+        """Rewrite both graphs."""
+        forward, _ = copied(phases.forward.graph)
+        self.gathers(forward)
+        backward, _ = copied(phases.backward.graph)
+        self.gathers(backward)
+        self.reductions(backward)
+        return phases.replace(
+            forward=fx.GraphModule(phases.forward, forward),
+            backward=fx.GraphModule(phases.backward, backward),
+        )
+
+    def gathers(self, graph: fx.Graph) -> None:
+        """Join the gathers of values that came into the graph."""
+        chains = [
+            [n] for n in graph.nodes if n.target in _GATHERS and n.args[0].op == "placeholder"
+        ]
+        for members in self.filled(chains):
+            _join(graph, members, members[0][0], before=True)
+
+    def reductions(self, graph: fx.Graph) -> None:
+        """Join the reductions that end gradients."""
+        output = graph.output_node()
+        grads: Any = output.args[0]
+        ends = dict.fromkeys(g for g in grads if isinstance(g, fx.Node))
+        chains = [chain for g in ends if (chain := _tail(g, output))]
         order = {n: i for i, n in enumerate(graph.nodes)}
-        open_buckets: dict[Any, list[tuple[fx.Node, list[fx.Node]]]] = {}
+        for members in self.filled(sorted(chains, key=lambda c: order[c[0]])):
+            _join(graph, members, max((c[0] for c in members), key=lambda n: order[n]))
+
+    def filled(self, chains: Iterable[list[fx.Node]]) -> list[list[list[fx.Node]]]:
+        """Buckets of chains that go through the same collectives, in order of the chains."""
+        done: list[list[list[fx.Node]]] = []
+        open_buckets: dict[Any, list[list[fx.Node]]] = {}
         sizes: dict[Any, int] = {}
-        ends = {g for g in out if isinstance(g, fx.Node)}
-        tails = {}
-        for grad in ends:
-            chain = _tail(grad, graph.output_node())
-            if chain:
-                tails[chain[-1]] = (grad, chain)  # the first reduction to run
-        for node in sorted(tails, key=lambda n: order[n]):
-            grad, chain = tails[node]
-            axes = tuple(str(n.args[1]) for n in reversed(chain))
-            key = (axes, grad.meta["val"].dtype)
-            open_buckets.setdefault(key, []).append((grad, chain))
-            sizes[key] = sizes.get(key, 0) + grad.meta["val"].numel() * grad.meta["val"].itemsize
+        for chain in chains:
+            operand: Any = chain[0].args[0]
+            val = max((operand.meta["val"], chain[0].meta["val"]), key=lambda v: v.numel())
+            key = (*((n.target, n.args[1]) for n in chain), val.dtype)
+            open_buckets.setdefault(key, []).append(chain)
+            sizes[key] = sizes.get(key, 0) + val.numel() * val.itemsize
             if sizes[key] >= self.cap_bytes:
-                _close(graph, key[0], open_buckets.pop(key))
+                done.append(open_buckets.pop(key))
                 sizes[key] = 0
-        for key, members in open_buckets.items():
-            _close(graph, key[0], members)
-        return phases.replace(backward=fx.GraphModule(old, graph))
+        return [*done, *open_buckets.values()]
 
 
 def _tail(grad: fx.Node, output: fx.Node) -> list[fx.Node]:
-    """The all-reduces at the end of a gradient that nothing else uses, last first."""
+    """The reductions at the end of a gradient that nothing else uses, in order."""
     chain: list[fx.Node] = []
     node, user = grad, output
-    while node.target is ops.all_reduce.default and set(node.users) == {user}:
+    while node.target in _REDUCTIONS and set(node.users) == {user}:
         chain.append(node)
         node, user = node.args[0], node  # type: ignore[assignment]
-    return chain
+    return chain[::-1]
 
 
-def _close(
-    graph: fx.Graph, axes: tuple[str, ...], members: list[tuple[fx.Node, list[fx.Node]]]
+def _join(
+    graph: fx.Graph, members: list[list[fx.Node]], anchor: fx.Node, before: bool = False
 ) -> None:
-    if len(members) == 1 and len(axes) == 1:
-        return
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    last = max((chain[-1] for _, chain in members), key=lambda n: order[n])
-    values = [chain[-1].args[0] for _, chain in members]
-    with graph.inserting_after(last):
-        anchor = last
-        for at, axis in enumerate(axes):
-            graph.inserting_after(anchor)
-            bucket = graph.call_function(ops.all_reduce_bucket.default, (values, axis))
-            bucket.meta["val"] = [g.meta["val"] for g, _ in members]
-            anchor = bucket
-            taken = []
-            for i, (_, chain) in enumerate(members):
-                graph.inserting_after(anchor)
+    """Replace chains by chains of buckets at `anchor`."""
+    values: list[Any] = [chain[0].args[0] for chain in members]
+    for at in range(len(members[0])):
+        links = [chain[at] for chain in members]
+        _, axis, *_ = links[0].args
+        cuts = [members_of(n)[0][2][1:] for n in links]
+        args: list[Any] = [values, axis]
+        if links[0].target is not ops.all_reduce.default:
+            args += [[c[0] for c in cuts], [c[1] for c in cuts], [n for c in cuts for n in c[2]]]
+            args += [[c[3] for c in cuts]] if len(cuts[0]) > 3 else []
+        place = graph.inserting_before if before else graph.inserting_after
+        with place(anchor):
+            bucket = graph.call_function(_BUCKETS[links[0].target], tuple(args))
+        bucket.meta["val"] = [n.meta["val"] for n in links]
+        set_info(bucket, NodeInfo(again=info(links[0]).again))
+        anchor, before = bucket, False
+        values = []
+        for i, link in enumerate(links):
+            with graph.inserting_after(anchor):
                 anchor = graph.call_function(operator.getitem, (bucket, i))
-                anchor.meta = dict(chain[-1 - at].meta)
-                taken.append(anchor)
-            values = taken  # type: ignore[assignment]
-    for (grad, chain), value in zip(members, values, strict=True):
-        grad.replace_all_uses_with(value)  # type: ignore[arg-type]
-        for node in chain:
+            anchor.meta = dict(link.meta)
+            values.append(anchor)
+    for chain, value in zip(members, values, strict=True):
+        chain[-1].replace_all_uses_with(value)
+        for node in reversed(chain):
             graph.erase_node(node)

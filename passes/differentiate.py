@@ -17,8 +17,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import AutoparError
-from autopar.passes.trace import TRANSPARENT, Request, Trace, Traces, ancestors, fake_like
-from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info
+from autopar.passes.trace import (
+    TRANSPARENT,
+    Request,
+    Trace,
+    Traces,
+    ancestors,
+    fake_like,
+    shares_memory,
+)
+from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info, update_info
 
 __all__ = ["Differentiate"]
 
@@ -274,13 +282,22 @@ class _Stringing:
         forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
         inputs = [n for n in nodes if n.op == "placeholder" and n not in tangents]
         forward |= set(inputs)
-        saved: dict[fx.Node, None] = {}
         rest = [n for n in calls if n not in forward and n in needed]
-        for node in rest:
-            saved.update((n, None) for n in node.all_input_nodes if n in forward)
-        saved.update((g, None) for g in gradients if g is not None and g in forward)
-        fw = _extract(nodes, forward, inputs, [*results, *saved])
-        bw = _extract(nodes, set(rest), [*saved, *tangents], gradients)
+        again = _again(calls, forward)
+        saved: dict[fx.Node, None] = {}
+        stack = [n for node in reversed(rest) for n in reversed(node.all_input_nodes)]
+        stack = [g for g in gradients if g is not None][::-1] + stack
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in forward and node not in seen:
+                seen.add(node)
+                if node in again:
+                    stack.extend(reversed(node.all_input_nodes))
+                else:
+                    saved[node] = None
+        fw = _extract([n for n in calls if n in forward], inputs, [*results, *saved])
+        bw = _extract(rest, [*saved, *tangents], gradients)
         names = {s.node: s.name for s in self.program.states}
         return Phases(
             self.program,
@@ -299,19 +316,37 @@ def _source(node: fx.Node) -> tuple[fx.Node, int]:
     return node, 0
 
 
-def _extract(
-    nodes: list[fx.Node], keep: set[fx.Node], inputs: list[fx.Node], outputs: list[Any]
-) -> fx.GraphModule:
+def _again(calls: list[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+    """Forward calls to compute once more in the backward graph: those marked, and views of them."""
+    found: set[fx.Node] = set()
+    for node in calls:
+        operands = node.all_input_nodes
+        view = operands and found.issuperset(operands) and shares_memory(node)
+        if node in forward and (info(node).again or view):
+            found.add(node)
+    return found
+
+
+def _extract(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[Any]) -> fx.GraphModule:
+    """The graph of `nodes`; operands that are neither there nor inputs are computed again."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         new = graph.placeholder(node.name)
         new.meta = dict(node.meta)
         mapping[node] = new
+
+    def copy(node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand not in mapping:
+                copy(operand)
+                update_info(mapping[operand], again=True)
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        mapping[node].meta = dict(node.meta)
+        update_info(mapping[node], again=False)
+
     for node in nodes:
-        if node in keep and node.op == "call_function":
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-            mapping[node].meta = dict(node.meta)
+        copy(node)
     graph.output(tuple(mapping[o] if isinstance(o, fx.Node) else None for o in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(nn.Module(), graph)

@@ -15,13 +15,24 @@ from torch import Tensor, fx, nn
 from autopar.collectives import ops
 from autopar.errors import PlanError
 from autopar.layout import Layout, Mesh, chunk_sizes
-from autopar.program import NodeInfo, Program, call_text, info, nodes_in, set_info, tensor_inputs
+from autopar.passes.trace import Traces
+from autopar.program import (
+    NodeInfo,
+    Program,
+    call_text,
+    info,
+    nodes_in,
+    set_info,
+    tensor_inputs,
+    update_info,
+)
 from autopar.rules import Local, Spec
 from autopar.rules.factors import producer, specs
 
 __all__ = ["Shard"]
 
 aten = torch.ops.aten
+_GATHERS = (ops.all_gather.default, ops.all_gather_replicated.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class _Lowering:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     steps: dict[Any, fx.Node] = field(default_factory=dict)
+    traces: Traces = field(default_factory=Traces)
 
     @property
     def mesh(self) -> Mesh:
@@ -71,7 +83,7 @@ class _Lowering:
         for node in program.graph.graph.nodes:
             if node.op == "placeholder":
                 new = self.graph.placeholder(node.name)
-                self.finish(node, new, info(node).layouts[0], node)
+                self.finish(node, new, self.made(node, 0), node)
             elif node.target is operator.getitem:
                 self.result(node)
             elif node.op == "call_function":
@@ -139,7 +151,11 @@ class _Lowering:
         elif self.is_empty(node):
             given = nodes_in((args, kwargs))
             shape, dtype = list(local.outputs[0]), node.meta["val"].dtype
-            new = self.graph.call_function(ops.empty.default, (given, shape), {"dtype": dtype})
+            kept = self.traces.kept(node) if self.gathers() else set()
+            read = [i for i, n in enumerate(nodes_in((node.args, node.kwargs))) if n in kept]
+            new = self.graph.call_function(
+                ops.empty.default, (given, shape, read, str(node.target)), {"dtype": dtype}
+            )
         else:
             new = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore
         self.finish(node, new, info(node).layouts[0], node)
@@ -155,6 +171,10 @@ class _Lowering:
             return False
         layout = info(node).layouts[0]
         return 0 in layout.local_shape(self.mesh, self.coordinate) and 0 not in layout.shape
+
+    def gathers(self) -> bool:
+        """Whether states are gathered, and gathered again where their values are read backward."""
+        return any(info(n).rest is not None for n in self.program.placeholders().values())
 
     def factor_sizes(self, spec: Spec, choice: Mapping[str, str]) -> dict[str, int]:
         """Local size of every factor; a merged cut counts as its first factor."""
@@ -250,10 +270,15 @@ class _Lowering:
 
     # --- placements ----------------------------------------------------------------------------
 
+    def made(self, node: fx.Node, result: int) -> Layout:
+        """The layout that a call or placeholder gives a result in."""
+        record = info(node)
+        return record.rest or record.layouts[result]
+
     def convert(self, value: fx.Node, want: Layout, user: fx.Node, output: bool = False) -> fx.Node:
         """The node that holds `value` in layout `want`."""
         source, result = producer(value)
-        have = info(source).layouts[result].normal(self.mesh)
+        have = self.made(source, result).normal(self.mesh)
         want = want.normal(self.mesh)
         grad = bool(value.meta.get("requires_grad", False))
         node = self.values[value]
@@ -369,6 +394,11 @@ class _Lowering:
         args = (axis, d, outer, pieces, pieces[i], d2, outer2, pieces2, pieces2[i])
         return self.step(value, node, ops.all_to_all.default, args, want)
 
+    def stored_over(self, value: fx.Node) -> set[str]:
+        """Axes over which a state is cut at rest and whole in use."""
+        record = info(value)
+        return set(record.rest.sharded) - set(record.layouts[0].sharded) if record.rest else set()
+
     def step(
         self, value: fx.Node, node: fx.Node, target: Any, args: tuple[Any, ...], result: Layout
     ) -> fx.Node:
@@ -377,6 +407,8 @@ class _Lowering:
         if key not in self.steps:
             new = self.graph.call_function(target, (node, *args))
             self.describe(new, result, value)
+            if target in _GATHERS and args[0] in self.stored_over(value):
+                update_info(new, again=True)
             self.steps[key] = new
         return self.steps[key]
 

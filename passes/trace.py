@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
 
-__all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "ancestors", "fake_like"]
+__all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "ancestors", "fake_like", "shares_memory"]
 
 aten = torch.ops.aten
 TRANSPARENT = (aten.detach.default, aten.alias.default, torch.ops.autopar.vary.default)
@@ -140,6 +140,29 @@ class Traces:
         bare = dataclasses.replace(request, grads=none, mask=(), cotangents=())
         return len(self.results(bare))
 
+    def kept(self, node: fx.Node) -> set[fx.Node]:
+        """Operands of a call of the global graph that its gradient is computed from."""
+        operands = list(node.all_input_nodes)
+        with self.mode:
+            fakes = [_whole(n.meta["val"]) for n in operands]
+        request = self.request(node, fakes)
+        results = self.results(request)
+        mask = tuple(i for i, r in enumerate(results) if r.is_floating_point())
+        grads = tuple(bool(n.meta.get("requires_grad")) for n in operands)
+        if not mask or not any(grads):
+            return set()
+        seeds = tuple(results[i] for i in mask)
+        trace = self.of(dataclasses.replace(request, grads=grads, mask=mask, cotangents=seeds))
+        stack = [n for call in trace.backward for n in call.all_input_nodes]
+        found: set[fx.Node] = set()
+        while stack:
+            value = stack.pop()
+            if value in trace.inputs:
+                found.add(operands[trace.inputs.index(value)])
+            elif value in trace.forward and shares_memory(value):
+                stack.extend(value.all_input_nodes)
+        return found
+
     def of(self, request: Request) -> Trace:
         """The trace of a request."""
         self.prepare([request])
@@ -152,16 +175,16 @@ def _without_writes(graph: fx.Graph) -> None:
     Only where the written tensor is fresh and nothing views it; `_check_writes` refuses the others.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or not _aliases(node):
+        if node.op != "call_function" or not shares_memory(node):
             continue
         name = node.target.overloadpacket.__name__
         functional = getattr(getattr(aten, name[:-1], None), str(node.target).split(".")[-1], None)
         written = node.args[0] if node.args else None
         if not name.endswith("_") or functional is None or not isinstance(written, fx.Node):
             continue
-        fresh = written.op == "call_function" and not _aliases(written)
+        fresh = written.op == "call_function" and not shares_memory(written)
         others = [u for u in written.users if u is not node]
-        if not fresh or any(_aliases(u) for u in others):
+        if not fresh or any(shares_memory(u) for u in others):
             continue
         node.target = functional
         order = {n: i for i, n in enumerate(graph.nodes)}
@@ -170,7 +193,7 @@ def _without_writes(graph: fx.Graph) -> None:
                 user.replace_input_with(written, node)
 
 
-def _aliases(node: fx.Node) -> bool:
+def shares_memory(node: fx.Node) -> bool:
     """Whether the result of a call shares memory with an operand."""
     schema = schema_of(node.target)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -237,6 +260,10 @@ def _look(val: Tensor) -> Any:
     return (tuple(val.shape), val.stride(), val.dtype, val.device)
 
 
+def _whole(val: Tensor) -> Tensor:
+    return torch.empty(val.shape, dtype=val.dtype)
+
+
 def fake_like(val: Tensor) -> Tensor:
     """A fresh tensor of the looks of `val`, fake inside a fake mode."""
     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
@@ -250,6 +277,15 @@ def _clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif node.target is aten.native_layer_norm_backward.default and node.args[6] is not None:
+            # it asks only whether there is a bias, which need not be kept for that
+            node.update_arg(6, node.args[5])
+        elif node.target is aten.convolution_backward.default and not node.args[10][0]:
+            shape = list(node.args[2].meta["val"].shape)  # nothing but the shape is read of it
+            with graph.inserting_before(node):
+                shaped = graph.call_function(aten.new_empty.default, (node.args[0], shape))
+            shaped.meta["val"] = node.args[2].meta["val"]
+            node.update_arg(2, shaped)
     graph.eliminate_dead_code()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import BatchError, PlanError
+from autopar.layout import DATA_AXES
 from autopar.program import Program, info, update_info
 from autopar.rules.factors import specs
 from autopar.strategies.follow import Follow
@@ -34,10 +36,13 @@ class Data:
             PlanError: `batch_dims` names no input, or a dim that it does not have.
         """
         self.check_dims(program)
-        ranks = program.mesh.sizes[self.axis]
+        sizes = program.mesh.axes
+        data = [(a, n) for a, n in sizes if a == self.axis or (a in DATA_AXES and n > 1)]
+        ranks = math.prod(n for _, n in data)
         if 0 < program.batch_size < ranks:
+            over = " x ".join(f"{a}={n}" for a, n in data)
             raise BatchError(
-                f"A batch of {program.batch_size} rows cannot be spread over {self.axis}={ranks}.",
+                f"A batch of {program.batch_size} rows cannot be spread over {over}.",
                 expected=f"at least {ranks} rows",
                 hint="use a larger batch or a smaller mesh axis",
             )

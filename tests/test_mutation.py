@@ -21,7 +21,7 @@ from autopar.verification import caught_virtually, compare, run_eager, run_virtu
 class Gpt(nn.Module):
     """One layer with tied embedding, attention and label smoothing; 23 words cut unevenly."""
 
-    def __init__(self, words=23, width=8, heads=2, length=8):
+    def __init__(self, words=23, width=8, heads=2, length=6):
         super().__init__()
         self.heads = heads
         self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(length, width)
@@ -99,6 +99,8 @@ CASES = [
         ("tp=2", 4, True),
         ("dp=2, tp=2", 4, False),
         ("dp=2, tp=2", 4, True),
+        ("fsdp=3", 5, False),
+        ("fsdp=2, tp=2", 4, False),
     ]
 ]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from models import make
 from pool import Pool
 from test_processes import Arrays, agree, loss_of, report, train, whole
 from torch import Tensor, nn
 
 import autopar
-from models import make
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autopar.collectives import split_cuts
 from autopar.errors import RankError
 from autopar.layout import Layout, Mesh
 from autopar.runtime import rng
@@ -188,7 +189,78 @@ class Communicator:
         out = self.transport.scatter(flat, [rest * s for s in sizes], call)
         return out.view(_resized(x, dim, outer * local))
 
+    def reduce_scatter_bucket(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        outers: Sequence[int],
+        sizes: Sequence[int],
+        locals_: Sequence[int],
+    ) -> list[Tensor]:
+        """As `reduce_scatter` of each of `xs`, in one message; `sizes` one after the other."""
+        k, cuts = self._sizes[axis], split_cuts(len(xs), dims, outers, sizes, locals_)
+        if k == 1:
+            return list(xs)
+        runs: list[list[Tensor]] = [[] for _ in range(k)]
+        for x, (dim, outer, pieces, _) in zip(xs, cuts, strict=True):
+            self._call("reduce_scatter", x, axis, dim, outer, pieces, sum(pieces))
+            flat, rest = _split(x.detach(), dim, outer, pieces), _around(x, dim, outer)
+            for run, part in zip(runs, torch.split(flat, [rest * s for s in pieces]), strict=True):
+                run.append(part)
+        counts = [sum(part.numel() for part in run) for run in runs]
+        call = self._bucket_call("reduce_scatter_bucket", xs, axis, cuts)
+        flat = torch.cat([part for run in runs for part in run])
+        out = self.transport.scatter(flat, counts, call) if sum(counts) else flat
+        shapes = [_resized(x, c[0], c[1] * c[3]) for x, c in zip(xs, cuts, strict=True)]
+        parts = torch.split(out, [math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
     # ---- gathers and slices
+
+    def all_gather_bucket(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        outers: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[Tensor]:
+        """As `all_gather` of each of `xs`, in one message; `sizes` one after the other."""
+        cuts = split_cuts(len(xs), dims, outers, sizes)
+        if self._sizes[axis] == 1:
+            return list(xs)
+        for x, (dim, outer, pieces) in zip(xs, cuts, strict=True):
+            mine = pieces[self.coordinate[axis]]
+            self._call("all_gather", x, axis, dim, outer, pieces, mine)
+        rests = [_around(x, dim, outer) for x, (dim, outer, _) in zip(xs, cuts, strict=True)]
+        lengths = [  # by rank, then by member
+            [rest * pieces[c] for rest, (_, _, pieces) in zip(rests, cuts, strict=True)]
+            for c in range(self._sizes[axis])
+        ]
+        call = self._bucket_call("all_gather_bucket", xs, axis, cuts)
+        flat = torch.cat([x.detach().reshape(-1) for x in xs])
+        counts = [sum(row) for row in lengths]
+        whole = self.transport.gather(flat, counts, call) if sum(counts) else flat
+        rows = [
+            torch.split(run, row)
+            for run, row in zip(torch.split(whole, counts), lengths, strict=True)
+        ]
+        return [
+            _joined([row[i] for row in rows], _resized(x, dim, 0), dim, outer, pieces)
+            for i, (x, (dim, outer, pieces)) in enumerate(zip(xs, cuts, strict=True))
+        ]
+
+    def all_gather_replicated_bucket(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        outers: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[Tensor]:
+        """As `all_gather_bucket`; the two differ in their adjoints only."""
+        return self.all_gather_bucket(xs, axis, dims, outers, sizes)
 
     def all_gather(
         self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]
@@ -289,9 +361,24 @@ class Communicator:
         """`index` counted from the start of this rank's piece."""
         return index - sum(sizes[: self.coordinate[axis]])
 
-    def empty(self, xs: Sequence[Tensor], shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """What a call on empty pieces gives; its operands are named to keep their collectives."""
+    def empty(
+        self,
+        xs: Sequence[Tensor],
+        shape: Sequence[int],
+        read: Sequence[int],
+        call: str,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """What `call` gives on empty pieces; its operands are named to keep their collectives.
+
+        `read`: those that the gradient names for the same reason.
+        """
         return xs[0].new_empty(shape, dtype=dtype)
+
+    def nothing(self, xs: Sequence[Tensor], shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """The gradient that `empty` sends to an operand: zeros."""
+        return xs[0].new_zeros(shape, dtype=dtype)
 
     # ---- random numbers
 
@@ -369,6 +456,16 @@ class Communicator:
         shape[dim] = -1
         return Call(name, axis, x.dtype, tuple(shape), (dim, outer, tuple(sizes), *rest))
 
+    def _bucket_call(
+        self, name: str, xs: Sequence[Tensor], axis: str, cuts: Sequence[tuple[Any, ...]]
+    ) -> Call:
+        """What all ranks must say of a bucket."""
+        shapes = tuple(
+            (*x.shape[:dim], -1, *x.shape[dim + 1 :]) for x, (dim, *_) in zip(xs, cuts, strict=True)
+        )
+        said = tuple((dim, outer, tuple(sizes)) for dim, outer, sizes, *_ in cuts)
+        return Call(name, axis, xs[0].dtype, (len(xs),), (shapes, said))
+
 
 def _resized(x: Tensor, dim: int, length: int) -> list[int]:
     shape = list(x.shape)
@@ -392,11 +489,17 @@ def _split(x: Tensor, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
 
 def _join(flat: Tensor, shape: list[int], dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
     """Inverse of `_split`; `shape` is that of the result but for `dim`."""
-    total = sum(sizes)
     before, after = math.prod(shape[:dim]) * outer, math.prod(shape[dim + 1 :])
-    shape = [*shape[:dim], outer * total, *shape[dim + 1 :]]
     if before == 1 or flat.numel() == 0:
-        return flat.view(shape)
+        return flat.view([*shape[:dim], outer * sum(sizes), *shape[dim + 1 :]])
     runs = torch.split(flat, [before * s * after for s in sizes])
+    return _joined(runs, shape, dim, outer, sizes)
+
+
+def _joined(
+    runs: Sequence[Tensor], shape: list[int], dim: int, outer: int, sizes: Sequence[int]
+) -> Tensor:
+    """The whole of the flat pieces of all ranks; `shape` is that of the result but for `dim`."""
+    before, after = math.prod(shape[:dim]) * outer, math.prod(shape[dim + 1 :])
     pieces = [run.view(before, s, after) for run, s in zip(runs, sizes, strict=True)]
-    return torch.cat(pieces, 1).view(shape)
+    return torch.cat(pieces, 1).view([*shape[:dim], outer * sum(sizes), *shape[dim + 1 :]])

@@ -1,7 +1,7 @@
 # level spmd on dp=2, tp=2 at {'dp': 0, 'tp': 0}
 def program(
     p_model_qkv_weight: "f32[3*512{tp}, 512]",  # parameter grad qkv.weight · dp=R tp=d0.1.0
-    p_model_out_weight: "f32[512{tp}, 512]",  # parameter grad out.weight · dp=R tp=d0
+    p_model_out_weight: "f32[512, 512{tp}]",  # parameter grad out.weight · dp=R tp=d1.0
     tensors_0: "f32[64{dp}, 1024, 512]",  # input x · dp=d0 tp=R
 ):
     vary_default: "f32[3*512{tp}, 512] ~dp" = autopar.vary.default(p_model_qkv_weight, 'dp')  # dp=R tp=d0.1.0
@@ -19,15 +19,13 @@ def program(
     scaled_dot_product_attention_default: "f32[64{dp}, 8{tp}, 1024, 64]" = aten.scaled_dot_product_attention.default(transpose_int, transpose_int_1, transpose_int_2, None, 0.0, True)  # dp=b0 tp=b1 · test_goldens.py
     transpose_int_3: "f32[64{dp}, 1024, 8{tp}, 64]" = aten.transpose.int(scaled_dot_product_attention_default, 1, 2)  # dp=d0 tp=d1 · test_goldens.py
     reshape_default_4: "f32[64{dp}, 1024, 512{tp}]" = aten.reshape.default(transpose_int_3, [32, 1024, 256])  # dp=v0_0 tp=v2_0 · test_goldens.py
-    all_gather_default: "f32[64{dp}, 1024, 512] ~tp" = autopar.all_gather.default(reshape_default_4, 'tp', 2, 1, [256, 256])  # dp=v0_0 tp=v2_0 · test_goldens.py
-    vary_default_1: "f32[512{tp}, 512] ~dp" = autopar.vary.default(p_model_out_weight, 'dp')  # dp=R tp=d0
-    linear_default_1: "f32[64{dp}, 1024, 512{tp}]" = aten.linear.default(all_gather_default, vary_default_1)  # dp=b0 tp=o · out · test_goldens.py
-    shard_default: "f32[64{dp}, 1024, 512{tp}]" = autopar.shard.default(tensors_0, 'tp', 2, 1, [256, 256], 256)  # dp=d0 tp=R
-    add_tensor: "f32[64{dp}, 1024, 512{tp}]" = aten.add.Tensor(shard_default, linear_default_1)  # dp=d0 tp=d2 · test_goldens.py
-    square_default: "f32[64{dp}, 1024, 512{tp}]" = aten.square.default(add_tensor)  # dp=d0 tp=d2 · test_goldens.py
-    sum_dim_int_list: "f32[] +dp +tp" = aten.sum.dim_IntList(square_default, [0, 1, 2])  # dp=d0 tp=d2 · test_goldens.py
-    all_reduce_default: "f32[] +dp" = autopar.all_reduce.default(sum_dim_int_list, 'tp', 'sum')  # dp=d0 tp=d2 · test_goldens.py
-    div_tensor: "f32[] +dp" = aten.div.Tensor(all_reduce_default, 33554432.0)  # dp=P0 tp=R · test_goldens.py
+    vary_default_1: "f32[512, 512{tp}] ~dp" = autopar.vary.default(p_model_out_weight, 'dp')  # dp=R tp=d1.0
+    linear_default_1: "f32[64{dp}, 1024, 512] +tp" = aten.linear.default(reshape_default_4, vary_default_1)  # dp=b0 tp=b2.0 · out · test_goldens.py
+    all_reduce_default: "f32[64{dp}, 1024, 512]" = autopar.all_reduce.default(linear_default_1, 'tp', 'sum')  # dp=b0 tp=b2.0 · out · test_goldens.py
+    add_tensor: "f32[64{dp}, 1024, 512]" = aten.add.Tensor(tensors_0, all_reduce_default)  # dp=d0 tp=R · test_goldens.py
+    square_default: "f32[64{dp}, 1024, 512]" = aten.square.default(add_tensor)  # dp=d0 tp=R · test_goldens.py
+    sum_dim_int_list: "f32[] +dp" = aten.sum.dim_IntList(square_default, [0, 1, 2])  # dp=d0 tp=R · test_goldens.py
+    div_tensor: "f32[] +dp" = aten.div.Tensor(sum_dim_int_list, 33554432.0)  # dp=P0 tp=R · test_goldens.py
     all_reduce_default_1: "f32[]" = autopar.all_reduce.default(div_tensor, 'dp', 'sum')  # dp=P0 tp=R · test_goldens.py
     return (all_reduce_default_1,)
 # outputs loss 0

@@ -7,7 +7,8 @@
 # backward tp all_to_all             x3       23.625 MiB
 # backward tp reduce_scatter         x11     338.833 MiB
 # forward  dp all_reduce             x2        0.000 MiB
-# forward  tp all_gather             x11     338.833 MiB
+# forward  tp all_gather             x10     210.000 MiB
+# forward  tp all_gather_bucket      x1      128.833 MiB
 # forward  tp all_reduce             x3        0.109 MiB
 # forward  tp all_to_all             x3       23.625 MiB
 # forward  tp reduce_scatter         x3       63.000 MiB

@@ -1,0 +1,65 @@
+"""ZeRO: keep each parameter cut over a data axis, and gather it where it is used.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+section 5. A parameter is cut beyond what the other strategies cut, so the gather goes first and
+the gradient is reduced and scattered last; nothing else of the program changes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.layout import Atom, Layout, Mesh
+from autopar.program import Program, info, update_info
+
+__all__ = ["Zero"]
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Cut parameters at rest over `axis`.
+
+    Args:
+        axis: mesh axis that cuts the batch.
+    """
+
+    axis: str = "fsdp"
+
+    def annotate(self, program: Program) -> None:
+        """Give every parameter a layout at rest; the other strategies must have placed it."""
+        if program.mesh.sizes[self.axis] == 1:
+            return
+        nodes = program.placeholders()
+        for state in program.states:
+            node = nodes[state.node]
+            record = info(node)
+            used = record.rest or record.layouts[0]
+            if state.is_parameter and used.kind(self.axis) == "R":
+                update_info(node, rest=cut(used, self.axis, program.mesh))
+
+
+def cut(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:
+    """`layout` cut over `axis` inside its other cuts; None where no DTensor can hold that.
+
+    The first dim that divides evenly is taken, as gathers along leading dims copy least; else the
+    longest that nothing cuts, in uneven pieces. A DTensor cuts a dim over two axes only where both
+    cut its outermost atom.
+    """
+    layout, k = layout.normal(mesh), mesh.sizes[axis]
+    whole: list[tuple[int, int]] = []
+    for d, dim in enumerate(layout.dims):
+        if not dim or any(atom.axes for atom in dim[1:]):
+            continue
+        if dim[0].size % (k * math.prod(mesh.sizes[a] for a in dim[0].axes)) == 0:
+            return _inside(layout, d, axis)
+        if len(dim) == 1 and not dim[0].axes:
+            whole.append((dim[0].size, -d))
+    return _inside(layout, -max(whole)[1], axis) if whole else None
+
+
+def _inside(layout: Layout, d: int, axis: str) -> Layout:
+    first, *rest = layout.dims[d]
+    dims = list(layout.dims)
+    dims[d] = (Atom(first.size, (*first.axes, axis)), *rest)
+    return Layout(tuple(dims), layout.partial, layout.varying)
