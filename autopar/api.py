@@ -71,11 +71,13 @@ class Options:
                 raise InputError(
                     f"{name}={value!r} is not known.", expected=" or ".join(map(repr, known))
                 )
-        if self.plan is not None and (self.strategy is not None or self.pins):
+        others = {"pins": self.pins or None, "strategy": self.strategy, "zero": self.zero}
+        given = [name for name, value in others.items() if value is not None]
+        if self.plan is not None and given:
             raise InputError(
-                "plan= was given beside " + ("pins=." if self.pins else "strategy=."),
+                f"plan= was given beside {given[0]}=.",
                 expected="one of them: a plan holds every placement",
-                hint="edit the plan's states in place of pins",
+                hint="edit the plan's states in place of pins and zero",
             )
 
 
@@ -289,7 +291,7 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
                     f"'{mesh}' does not have.",
                     expected=f"one of {', '.join(mesh.names)}",
                 )
-        return chosen
+        return chosen if options.zero is None else [*chosen, *_zero(mesh, options)]
     made: list[Any] = []
     for axis in mesh.names:
         if axis in DATA_AXES:

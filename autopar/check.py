@@ -150,11 +150,12 @@ def _typed(program: Program) -> list[str]:
                     problems.append(f"on {axis}, {operand.name} {wrong}: {call_text(node)}")
     results = program.graph.graph.output_node().args[0]
     whole = {i for _, i in program.mutated} | {o.index for o in program.outputs if o.is_loss}
+    given = {o.index for o in program.outputs}
     for i, value in enumerate(results):  # type: ignore[arg-type]
         have = _layout(value)
         if have is not None:
             kinds = {have.kind(axis) for axis in axes}
-            grad = bool(value.meta.get("requires_grad", False))
+            grad = i in given and bool(value.meta.get("requires_grad", False))
             # whoever uses a result gives each rank its whole gradient, which V would count k times
             if "P" in kinds or (i in whole and "S" in kinds) or (grad and "V" in kinds):
                 problems.append(f"result {i} leaves as {have}: {call_text(value)}")

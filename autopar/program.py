@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.compat import pytree
-from autopar.layout import Layout, Mesh
+from autopar.layout import DATA_AXES, Layout, Mesh
 
 __all__ = [
     "Choice",
@@ -95,6 +95,14 @@ class State:
     requires_grad: bool
     aliases: tuple[str, ...] = ()
     layout: Layout | None = None
+
+    @property
+    def used(self) -> Layout | None:
+        """Placement where it is used: data axes cut a parameter only at rest."""
+        found = self.layout
+        for axis in DATA_AXES if self.is_parameter else ():
+            found = None if found is None else found.without(axis)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

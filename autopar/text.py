@@ -68,6 +68,7 @@ def show(program: Program, coordinate: Mapping[str, int] | None = None) -> str:
             " ".join(f"{a}={o}" for a, o in record.choice.items()),
             record.module,
             record.source,
+            "again" if record.again else "",
         ]
         if record.site >= 0:
             notes.append(f"site {record.site}")
@@ -90,8 +91,10 @@ def show(program: Program, coordinate: Mapping[str, int] | None = None) -> str:
 
 
 def _choice(node: fx.Node) -> str:
-    text = " ".join(f"{a}={o}" for a, o in info(node).choice.items())
-    return f" · {text}" if text else ""
+    record = info(node)
+    text = " ".join(f"{a}={o}" for a, o in record.choice.items())
+    rest = f"at rest {record.rest}" if record.rest is not None else ""
+    return "".join(f" · {t}" for t in (text, rest) if t)
 
 
 def _kind(node: fx.Node) -> str:
@@ -198,9 +201,11 @@ class _Parser:
             node = self.graph.placeholder(arg.arg)
             self.names[arg.arg] = node
             dtype, layout = self.annotate(node, arg.annotation.value)[0]
-            what, *rest = self.remark(arg.end_lineno)
-            choice = dict(w.split("=") for w in rest[0].split()) if rest else {}
-            set_info(node, NodeInfo((layout,), choice))
+            what, *notes = self.remark(arg.end_lineno)
+            kept = [Layout.parse(n[8:]) for n in notes if n.startswith("at rest ")]
+            choice = dict(w.split("=") for n in notes if "=" in n for w in n.split())
+            rest = kept[0] if kept else None
+            set_info(node, NodeInfo((layout,), choice, rest=rest))
             words = what.split()
             shape = layout.shape
             if words[0] == "input":
@@ -262,17 +267,19 @@ class _Parser:
         self.names[name] = node
         layouts = [x for _, x in self.annotate(node, statement.annotation.value)]  # type: ignore
         choice: dict[str, str] = {}
-        module, source, site = "", "", -1
+        module, source, site, again = "", "", -1, False
         for note in self.remark(statement.end_lineno or 0):
             if "=" in note:
                 choice = dict(w.split("=") for w in note.split())
+            elif note == "again":
+                again = True
             elif note.startswith("site "):
                 site = int(note[5:])
             elif re.search(r"\.py:\d+$", note):
                 source = note
             else:
                 module = note
-        set_info(node, NodeInfo(tuple(layouts), choice, source, module, site))
+        set_info(node, NodeInfo(tuple(layouts), choice, source, module, site, again=again))
 
     def value(self, e: ast.expr) -> Any:
         if isinstance(e, ast.Name):

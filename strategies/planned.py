@@ -84,6 +84,7 @@ class Planned:
         chosen = self.decided(program, table)
         for node in table:
             _choose(program, node, chosen.get(node, {}), table)
+        self.keep_cut(program)
 
     def fits(self, program: Program) -> bool:
         """Whether every entry has its place in `program`."""
@@ -105,6 +106,21 @@ class Planned:
                 node, entry = nodes[state.node], f"states[{state.name!r}]"
                 layout = _layout(entry, self.plan["states"][state.name], state, program.mesh)
                 update_info(node, choice=_held(entry, layout, state, table[node], program.mesh))
+        self.keep_cut(program)
+
+    def keep_cut(self, program: Program) -> None:
+        """Parameters that are cut over data axes are so at rest, and gathered where they are used.
+
+        Raises:
+            PlanError: a state cannot be held so.
+        """
+        nodes = program.placeholders()
+        for state in program.states:
+            if state.name in self.plan["states"]:
+                entry = f"states[{state.name!r}]"
+                layout = _layout(entry, self.plan["states"][state.name], state, program.mesh)
+                if layout != replace(state, layout=layout).used:
+                    update_info(nodes[state.node], rest=layout)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """The plan must be for axes of these names, outermost first.
@@ -267,6 +283,9 @@ def _resized(dim: tuple[Atom, ...], n: int) -> tuple[Atom, ...]:
 def _held(entry: str, layout: Layout, held: State | Input, spec: Spec, mesh: Mesh) -> Choice:
     """The choice of a placeholder that gives `layout`."""
     choice: dict[str, str] = dict.fromkeys(mesh.names, "R")
+    rest = layout
+    if isinstance(held, State):
+        layout = (replace(held, layout=layout).used or layout).normal(mesh)
     for axis in mesh.names:
         if axis not in layout.sharded:
             continue
@@ -281,10 +300,10 @@ def _held(entry: str, layout: Layout, held: State | Input, spec: Spec, mesh: Mes
     made = spec.result_layout(0, choice, mesh).normal(mesh)
     why = "" if made == layout else "that cut runs through no factor of its uses"
     if isinstance(held, State) and not why:
-        why = _unstorable(held, layout, mesh)
+        why = _unstorable(held, rest, mesh)
     if why:
         raise PlanError(
-            f"{held.name} cannot be held as {layout} on '{mesh}': {why}.",
+            f"{held.name} cannot be held as {rest} on '{mesh}': {why}.",
             where=entry,
             expected="a layout such as " + _some(_examples(held, spec, mesh)),
             hint="hold it whole, or cut another dim",

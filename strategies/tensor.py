@@ -259,8 +259,8 @@ class _Problem:
         if state is None or not state.is_parameter:
             return ["R"]
         plain = [f for f in cut if self.storable(node, spec, f)]
-        if state.layout is not None:
-            held = [f for f in ("R", *plain) if self.holds(node, spec, f, state.layout)]
+        if (layout := state.used) is not None:
+            held = [f for f in ("R", *plain) if self.holds(node, spec, f, layout)]
             return held or _lost(state)
         pin = self.pinned(state)
         if pin is not None:
@@ -366,8 +366,8 @@ class _Problem:
             for a in made:
                 for b in used:
                     cost = self.conversion(a, b, size, grad, source.op == "placeholder")
-                    if cost is None:
-                        continue
+                    if cost is None or (c is None and b[0] == "S" and a != b):
+                        continue  # a result leaves in the cut that it was made in, or whole
                     flow = self.variable(0.0)
                     flows[(a, b)] = flow
                     if cost > 0:

@@ -34,9 +34,12 @@ class Zero:
         for state in program.states:
             node = nodes[state.node]
             record = info(node)
-            used = record.rest or record.layouts[0]
-            if state.is_parameter and used.kind(self.axis) == "R":
-                update_info(node, rest=cut(used, self.axis, program.mesh))
+            if not state.is_parameter or record.rest is not None:
+                continue
+            if state.layout is None:
+                update_info(node, rest=cut(record.layouts[0], self.axis, program.mesh))
+            elif state.layout != state.used:  # it stays as an earlier program placed it
+                update_info(node, rest=state.layout)
 
 
 def cut(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:

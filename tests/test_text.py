@@ -31,12 +31,12 @@ class Net(nn.Module):
 @pytest.fixture(scope="module")
 def compiled() -> autopar.Compiled:
     inputs = {"x": torch.randn(6, 12), "y": torch.randint(0, 12, (6,))}
-    return autopar.compile(Net(), "dp=2, tp=3", inputs)
+    return autopar.compile(Net(), "dp=2, fsdp=3, tp=3", inputs)
 
 
 @pytest.mark.parametrize("level", ["annotated", "spmd"])
 def test_text_parses_back_to_the_same_text(compiled: autopar.Compiled, level: str) -> None:
-    at = {"dp": 0, "tp": 0}
+    at = {"dp": 0, "fsdp": 0, "tp": 0}
     program = compiled.annotated if level == "annotated" else compiled.of(0).program
     text = compiled.text(level)
     again = parse(text)

@@ -7,9 +7,8 @@ def backward(comm, device, inputs):
     getitem_1_each = inputs[30:36]
     getitem_2_each = inputs[36:42]
     p_model_norm_weight = inputs[42:48]
-    p_model_norm_bias = inputs[48:54]
-    tensors_0 = inputs[54]
-    tangent_0 = inputs[55]
+    tensors_0 = inputs[48]
+    tangent_0 = inputs[49]
     inputs.clear()
     # 6 (test_codegen.py)
     shard = comm.shard(tangent_0, 'dp', 0, 1, [2, 2], 2); del tangent_0
@@ -32,7 +31,8 @@ def backward(comm, device, inputs):
         view_1_each.append(aten.reshape.default(sum_2, [8])); del sum_2
         t_13_each.append(aten.t.default(t_12)); del t_12
         # {i + 1}.norm (test_codegen.py)
-        native_layer_norm_backward = aten.native_layer_norm_backward.default(mm_1, addmm_each.pop(), [8], getitem_1_each.pop(), getitem_2_each.pop(), p_model_norm_weight.pop(), p_model_norm_bias.pop(), [True, True, True]); del mm_1
+        p_model_1_norm_weight = p_model_norm_weight.pop()
+        native_layer_norm_backward = aten.native_layer_norm_backward.default(mm_1, addmm_each.pop(), [8], getitem_1_each.pop(), getitem_2_each.pop(), p_model_1_norm_weight, p_model_1_norm_weight, [True, True, True]); del mm_1, p_model_1_norm_weight
         getitem_18 = native_layer_norm_backward[0]
         getitem_19_each.append(native_layer_norm_backward[1])
         getitem_20_each.append(native_layer_norm_backward[2]); del native_layer_norm_backward

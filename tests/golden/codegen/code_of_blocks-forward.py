@@ -60,6 +60,5 @@ def forward(comm, device, inputs):
         *getitem_1_each,
         *getitem_2_each,
         *p_model_norm_weight,
-        *p_model_norm_bias,
         tensors_0,
     ]
