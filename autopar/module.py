@@ -22,7 +22,7 @@ from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import Layout, Mesh
-from autopar.parameters import Placer, is_whole, no_values, state
+from autopar.parameters import Placer, held, home, is_whole, no_values, state
 from autopar.program import Phases, State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, announce, connect
 from autopar.runtime.executor import Code, Executor, More
@@ -39,6 +39,10 @@ Grow = Callable[[Phases, tuple[int, ...], str], Phases]
 """(program, results whose gradients are wanted, device) -> the program with these roots."""
 
 
+Home = tuple[nn.Module, str]
+"""The sub-module that holds a tensor, and its name there; both stay while the source does."""
+
+
 @dataclass(slots=True)
 class _Entry:
     """One compiled call shape on this rank."""
@@ -46,7 +50,8 @@ class _Entry:
     compiled: Compiled
     executor: Executor
     inputs: list[Layout]
-    states: list[State]
+    states: list[tuple[State, Home]]
+    leaves: list[Home]
     signature: str
     checked: bool = False
 
@@ -137,12 +142,12 @@ class ParallelModule(nn.Module):
         if not entry.checked:
             self._batch.check(arguments, entry.compiled.plan_json())
             entry.checked = True
-        states = [self._local(s, entry.compiled) for s in entry.states]
+        states = [self._local(s, at, entry.compiled) for s, at in entry.states]
         inputs = self._batch.pieces(arguments, rows, entry.inputs)
         if torch.is_grad_enabled():
             self._steps += 1
         self._comm.step = self._steps
-        leaves = [state(self, n) for n in entry.compiled.of_any().gradients]
+        leaves = [held(*at) for at in entry.leaves]
         results = entry.executor.run([*states, *inputs], leaves)
         return self._result(entry, results, rows)
 
@@ -223,7 +228,13 @@ class ParallelModule(nn.Module):
         executor = Executor(code, wrap, self._comm, self._device, more)
         layouts = [i.layout for i in phases.program.inputs]
         assert all(x is not None for x in layouts), "lowering places every input"
-        return _Entry(compiled, executor, layouts, states, signature)  # type: ignore[arg-type]
+        held_in = {s.name: self._home(s) for s in states}
+        leaves = [held_in[n] for n in phases.gradients]
+        homes = [(s, held_in[s.name]) for s in states]
+        return _Entry(compiled, executor, layouts, homes, leaves, signature)  # type: ignore
+
+    def _home(self, s: State) -> Home:
+        return (self, "") if s.name.startswith("constant.") else home(self, s.name)
 
     def _hint_loss(self) -> None:
         """Say once that a loss inside the program saves gathering the outputs."""
@@ -263,11 +274,11 @@ class ParallelModule(nn.Module):
             frozenset(i for n, i in written.items() if n in read),
         )  # fmt: skip
 
-    def _local(self, s: State, compiled: Compiled) -> Tensor:
+    def _local(self, s: State, at: Home, compiled: Compiled) -> Tensor:
         """What this rank's program takes for a state."""
         if s.name.startswith("constant."):
             return compiled.annotated.constants[s.name]
-        tensor = state(self, s.name)
+        tensor = held(*at)
         if not is_whole(tensor):
             return local_of(tensor)
         if tuple(tensor.shape) != s.shape:
@@ -279,7 +290,7 @@ class ParallelModule(nn.Module):
             )
         if self._mesh.size > 1 and s.is_parameter:  # a new parameter in place of the old
             self._placer.bind(self, [s])
-            return local_of(state(self, s.name))
+            return local_of(held(*at))
         return tensor.detach()
 
     def _result(self, entry: _Entry, results: list[Tensor], rows: Rows) -> Any:

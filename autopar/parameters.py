@@ -17,17 +17,26 @@ from autopar.optimizers import adopt
 from autopar.program import State
 from autopar.runtime.pieces import piece
 
-__all__ = ["Placer", "is_whole", "no_values", "state"]
+__all__ = ["Placer", "held", "home", "is_whole", "no_values", "state"]
 
 
-def state(module: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of a fully-qualified name."""
+def home(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The sub-module that holds a parameter or buffer, and its name there."""
     path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path) if path else module
+    return (module.get_submodule(path) if path else module), leaf
+
+
+def held(owner: nn.Module, leaf: str) -> Tensor:
+    """The parameter or buffer that a module holds itself."""
     found: Any = owner._parameters.get(leaf)
     if found is None:
         found = owner._buffers.get(leaf)
     return found  # type: ignore[no-any-return]
+
+
+def state(module: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of a fully-qualified name."""
+    return held(*home(module, name))
 
 
 def is_whole(tensor: Tensor) -> bool:
@@ -114,7 +123,6 @@ class Placer:
             new = nn.Parameter(self.dtensor(local, s.layout), requires_grad=old.requires_grad)
             replaced.append((old, new))
             for name in (s.name, *s.aliases):
-                path, _, leaf = name.rpartition(".")
-                owner = module.get_submodule(path) if path else module
+                owner, leaf = home(module, name)
                 owner._parameters[leaf] = new
         adopt(replaced)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx
 
 from autopar.collectives import members_of, ops
 from autopar.program import NodeInfo, Phases, copied, info, set_info
+from autopar.roll import runs
 
 __all__ = ["Bucket"]
 
@@ -29,6 +31,7 @@ class Bucket:
     """Group the gathers of parameters and the reductions that end gradients, in their order.
 
     A bucket of gathers stands where its first member stood, one of reductions where its last did.
+    It holds whole repeated blocks where one is not too large, so that code can loop over them.
 
     Before:
         g1 = autopar.all_reduce(d1, "dp", "sum"); g0 = autopar.all_reduce(d0, "dp", "sum")
@@ -36,7 +39,7 @@ class Bucket:
         g1, g0 = autopar.all_reduce_bucket([d1, d0], "dp")
 
     Args:
-        cap_bytes: a bucket is closed once it holds this much.
+        cap_bytes: most that a bucket of several holds.
     """
 
     cap_bytes: int = 25 * 2**20
@@ -59,7 +62,7 @@ class Bucket:
         chains = [
             [n] for n in graph.nodes if n.target in _GATHERS and n.args[0].op == "placeholder"
         ]
-        for members in self.filled(chains):
+        for members in self.filled(chains, _blocks(graph)):
             _join(graph, members, members[0][0], before=True)
 
     def reductions(self, graph: fx.Graph) -> None:
@@ -69,24 +72,53 @@ class Bucket:
         ends = dict.fromkeys(g for g in grads if isinstance(g, fx.Node))
         chains = [chain for g in ends if (chain := _tail(g, output))]
         order = {n: i for i, n in enumerate(graph.nodes)}
-        for members in self.filled(sorted(chains, key=lambda c: order[c[0]])):
+        chains.sort(key=lambda c: order[c[0]])
+        for members in self.filled(chains, _blocks(graph)):
             _join(graph, members, max((c[0] for c in members), key=lambda n: order[n]))
 
-    def filled(self, chains: Iterable[list[fx.Node]]) -> list[list[list[fx.Node]]]:
+    def filled(
+        self, chains: Iterable[list[fx.Node]], blocks: Mapping[fx.Node, int]
+    ) -> list[list[list[fx.Node]]]:
         """Buckets of chains that go through the same collectives, in order of the chains."""
-        done: list[list[list[fx.Node]]] = []
-        open_buckets: dict[Any, list[list[fx.Node]]] = {}
-        sizes: dict[Any, int] = {}
+        kinds: dict[Any, list[list[fx.Node]]] = {}
         for chain in chains:
-            operand: Any = chain[0].args[0]
-            val = max((operand.meta["val"], chain[0].meta["val"]), key=lambda v: v.numel())
-            key = (*((n.target, n.args[1]) for n in chain), val.dtype)
-            open_buckets.setdefault(key, []).append(chain)
-            sizes[key] = sizes.get(key, 0) + val.numel() * val.itemsize
-            if sizes[key] >= self.cap_bytes:
-                done.append(open_buckets.pop(key))
-                sizes[key] = 0
-        return [*done, *open_buckets.values()]
+            dtype = chain[0].meta["val"].dtype
+            kinds.setdefault((*((n.target, n.args[1]) for n in chain), dtype), []).append(chain)
+        return [bucket for alike in kinds.values() for bucket in self.cut(alike, blocks)]
+
+    def cut(
+        self, chains: list[list[fx.Node]], blocks: Mapping[fx.Node, int]
+    ) -> Iterator[list[list[fx.Node]]]:
+        """Buckets of at most the cap, or of one that is larger."""
+        place = [blocks.get(chain[0], -1) for chain in chains]
+        of_block = Counter[int]()
+        for chain, block in zip(chains, place, strict=True):
+            of_block[block] += _size_bytes(chain)
+        bucket: list[list[fx.Node]] = []
+        held = 0
+        for i, (chain, block) in enumerate(zip(chains, place, strict=True)):
+            turns = i > 0 and block != place[i - 1]
+            coming = of_block[block] if turns and block >= 0 else _size_bytes(chain)
+            if bucket and held + coming > self.cap_bytes:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(chain)
+            held += _size_bytes(chain)
+        if bucket:
+            yield bucket
+
+
+def _size_bytes(chain: list[fx.Node]) -> int:
+    """What the message of a chain holds: the whole of what is gathered or reduced."""
+    operand: Any = chain[0].args[0]
+    values = (operand.meta["val"], chain[0].meta["val"])
+    return int(max(v.numel() * v.itemsize for v in values))
+
+
+def _blocks(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The number of the repeated block that each call lies in, if it does."""
+    blocks = [block for run in runs(graph) for block in run.blocks]
+    return {node: i for i, block in enumerate(blocks) for node in block}
 
 
 def _tail(grad: fx.Node, output: fx.Node) -> list[fx.Node]:

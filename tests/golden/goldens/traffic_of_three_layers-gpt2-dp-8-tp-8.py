@@ -1,6 +1,6 @@
 # gpt2, 3 layers, 64 x 1024 tokens, dp=8, tp=8, sequence=True
 # backward dp all_reduce             x1        0.656 MiB
-# backward dp all_reduce_bucket      x2       50.016 MiB
+# backward dp all_reduce_bucket      x3       50.020 MiB
 # backward tp all_gather_replicated  x3       63.000 MiB
 # backward tp all_reduce             x1        0.055 MiB
 # backward tp all_reduce_bucket      x1        0.072 MiB
@@ -14,7 +14,7 @@
 # forward  tp reduce_scatter         x3       63.000 MiB
 # gpt2, 3 layers, 64 x 1024 tokens, dp=8, tp=8, sequence=False
 # backward dp all_reduce             x1        5.250 MiB
-# backward dp all_reduce_bucket      x2       50.047 MiB
+# backward dp all_reduce_bucket      x3       50.047 MiB
 # backward tp all_reduce             x5      168.055 MiB
 # backward tp all_reduce_bucket      x1        0.087 MiB
 # backward tp all_to_all             x3       23.625 MiB
