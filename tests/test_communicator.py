@@ -18,6 +18,7 @@ from torch import Tensor
 from autopar.errors import MeshError, RankError
 from autopar.layout import chunk_sizes, mesh
 from autopar.runtime import Communicator, VirtualWorld, connect
+from autopar.runtime.buffers import Buffers
 from autopar.runtime.heartbeat import Timing
 
 MESHES = ["dp=2", "dp=2, tp=2", "tp=3", "tp=4"]
@@ -118,6 +119,29 @@ def check_reductions(comm: Communicator) -> None:
             _equal(two, one)
 
 
+def check_buckets(comm: Communicator) -> None:
+    """Gathers and scatters in one message equal those one by one, along several dims, uneven."""
+    for axis, k in comm.mesh.axes:
+        c, whole = comm.coordinate[axis], []
+        cuts = [(d, outer, s) for s in _sizes(k) for d, outer in ((0, 1), (1, 1), (1, 3))]
+        for i, (dim, outer, sizes) in enumerate(cuts):
+            shape = [4, 5]
+            shape[dim] = outer * sum(sizes)
+            whole.append(_value(i, shape, torch.float32))
+        pieces = [_piece(x, *cut, c) for x, cut in zip(whole, cuts, strict=True)]
+        dims, outers = [d for d, _, _ in cuts], [o for _, o, _ in cuts]
+        flat = [n for _, _, sizes in cuts for n in sizes]
+        for got, x in zip(
+            comm.all_gather_bucket(pieces, axis, dims, outers, flat), whole, strict=True
+        ):
+            _equal(got, x)
+        mine = [x * (c + 1) for x in whole]
+        locals_ = [sizes[c] for _, _, sizes in cuts]
+        got = comm.reduce_scatter_bucket(mine, axis, dims, outers, flat, locals_)
+        for part, x, cut in zip(got, whole, cuts, strict=True):
+            _equal(part, _piece(x * (k * (k + 1) // 2), *cut, c))
+
+
 def check_rest(comm: Communicator) -> None:
     """What moves no tensor, or any object."""
     n = comm.mesh.size
@@ -132,7 +156,7 @@ def check_rest(comm: Communicator) -> None:
         _equal(comm.shift(x, axis, sizes), x - sum(sizes[: comm.coordinate[axis]]))
 
 
-CHECKS = [check_gathers, check_all_to_all, check_reductions, check_rest]
+CHECKS = [check_gathers, check_all_to_all, check_reductions, check_buckets, check_rest]
 
 
 def _check_processes(rank: int, n: int, text: str) -> str:
@@ -401,3 +425,37 @@ def test_pool_reports_errors_and_recovers(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="(?s)rank 1 of 2.*died with exit code 3"):
         pool.run(2, _die)
     assert pool.run(3, _rank_and_fail, -1) == [0, 3, 6]
+
+
+# --- memory of messages ------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_only_once_no_tensor_lies_in_it() -> None:
+    buffers = Buffers()
+    cpu = torch.device("cpu")
+    first = buffers.empty(1 << 18, torch.float64, cpu)
+    part, place = first[5:9].fill_(3.0).view(2, 2), first.data_ptr()
+    del first
+    second = buffers.empty(1 << 18, torch.float64, cpu).zero_()
+    assert second.data_ptr() != place and (part == 3).all()
+    del part
+    third = buffers.empty(1 << 18, torch.float64, cpu)
+    assert third.data_ptr() == place
+    del second, third
+    assert buffers.empty(1 << 20, torch.bfloat16, cpu).data_ptr() % 8 == 0
+    assert buffers.empty(3, torch.float32, cpu).numel() == 3
+
+
+def test_gradients_that_stay_are_not_written_over() -> None:
+    """Three backward passes before a step: the gradients lie in memory of the messages."""
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        kept = []
+        for step in range(4):
+            x = torch.full((1 << 18,), float(step + comm.rank))
+            kept += comm.all_reduce_bucket_start([x], "dp").wait()
+        return kept
+
+    for kept in VirtualWorld(mesh("dp=2")).run(body):
+        assert [float(g[0]) for g in kept] == [1.0, 3.0, 5.0, 7.0]
+        assert all((g == g[0]).all() for g in kept)

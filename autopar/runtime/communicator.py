@@ -20,6 +20,7 @@ from autopar.collectives import split_cuts
 from autopar.errors import RankError
 from autopar.layout import Layout, Mesh
 from autopar.runtime import rng
+from autopar.runtime.buffers import Buffers
 
 __all__ = ["Call", "Communicator", "Pending", "Transport", "reduce_in_order"]
 
@@ -139,6 +140,7 @@ class Communicator:
         self.step = 0
         self._sizes = mesh.sizes
         self._layouts: dict[str, rng.Positions] = {}
+        self._buffers = Buffers()
 
     # ---- reductions
 
@@ -168,12 +170,18 @@ class Communicator:
             return Bucket((), xs)
         parts: list[tuple[Pending | None, Tensor, list[int]]] = []
         for dtype, indices in groups.items():
-            buffer = torch.cat([xs[i].detach().reshape(-1) for i in indices])
+            buffer = self._cat([xs[i].detach() for i in indices])
             shapes = tuple(tuple(xs[i].shape) for i in indices)
             call = Call("all_reduce_bucket", axis, dtype, (buffer.numel(),), shapes)
             pending = self.transport.start_reduce(buffer, "sum", call) if buffer.numel() else None
             parts.append((pending, buffer, indices))
         return Bucket(parts, xs)
+
+    def _cat(self, xs: Sequence[Tensor]) -> Tensor:
+        """All elements of `xs` in a row."""
+        n = sum(x.numel() for x in xs)
+        buffer = self._buffers.empty(n, xs[0].dtype, xs[0].device)
+        return torch.cat([x.reshape(-1) for x in xs], out=buffer)
 
     def reduce_scatter(
         self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
@@ -210,7 +218,7 @@ class Communicator:
                 run.append(part)
         counts = [sum(part.numel() for part in run) for run in runs]
         call = self._bucket_call("reduce_scatter_bucket", xs, axis, cuts)
-        flat = torch.cat([part for run in runs for part in run])
+        flat = self._cat([part for run in runs for part in run])
         out = self.transport.scatter(flat, counts, call) if sum(counts) else flat
         shapes = [_resized(x, c[0], c[1] * c[3]) for x, c in zip(xs, cuts, strict=True)]
         parts = torch.split(out, [math.prod(shape) for shape in shapes])
