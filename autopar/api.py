@@ -240,11 +240,8 @@ def _lower(
 
 def _with_roots(phases: Phases, roots: tuple[int, ...], device: str) -> Phases:
     """The same program with the gradients of these results, in place of the loss alone."""
-    program = phases.program
-    outputs = tuple(replace(o, is_loss=o.index in roots) for o in program.outputs)
     with torch.enable_grad():  # it is asked for in a backward, which runs without
-        found = Bucket().run(Differentiate(device).run(program.replace(outputs=outputs)))
-    return _checked(found.replace(program=program))
+        return _checked(Bucket().run(Differentiate(device, roots=roots).run(phases.program)))
 
 
 def _checked(phases: Phases) -> Phases:

@@ -79,7 +79,6 @@ def work(args: argparse.Namespace) -> None:
             "build_s": built - start,
             "compile_s": seconds,
             "cpu_s": cpu,
-            "phases_s": dict(getattr(compiled, "seconds", {})),
             "peak_bytes": common.peak_bytes(),
             "code_lines": len(str(compiled.code()).splitlines()),
         }
@@ -104,23 +103,20 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run every line, then print the table and the phases."""
+    """Run every line, then print the table."""
     console = common.console()
     table = Table(title="compile time", title_justify="left")
     headings = ("model", "parameters", "layers", "mesh", "ranks", "wall s", "cpu s", "peak GB")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("model", "mesh") else "right")
     table.add_column("code lines", justify="right")
-    phases = Table(title="seconds in each phase", title_justify="left")
-    results = []
     for model, layers, mesh in jobs(args):
         with console.status(f"{model}, {layers or 'all'} layers, {mesh}"):
             base = ["--worker", "--model", model, "--layers", str(layers), "--mesh", mesh]
             result = common.run_workers(__file__, base)
         sizes = [int(part.split("=")[1]) for part in mesh.split(",")]
         depth = layers or {"llama3-8b": 32, "gpt3-175b": 96}[model]
-        results.append((f"{model} {depth}L {mesh}", result))
-        print(f"{results[-1][0]}: {result['compile_s']:.1f} s", file=sys.stderr)
+        print(f"{model} {depth}L {mesh}: {result['compile_s']:.1f} s", file=sys.stderr)
         table.add_row(
             model,
             f"{result['parameters'] / 1e9:.1f}B",
@@ -133,13 +129,6 @@ def measure(args: argparse.Namespace) -> None:
             str(result["code_lines"]),
         )
     console.print(table)
-    names = list(dict.fromkeys(name for _, r in results for name in r["phases_s"]))
-    if names:
-        for heading in ("", *names):
-            phases.add_column(heading, justify="right" if heading else "left")
-        for label, result in results:
-            phases.add_row(label, *(f"{result['phases_s'].get(name, 0):.1f}" for name in names))
-        console.print(phases)
     console.print(f"`python benchmarks/compile_time.py {' '.join(sys.argv[1:])}`")
     console.print(common.machine())
 

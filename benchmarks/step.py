@@ -1,12 +1,13 @@
 """Time and memory of one training step, autopar beside PyTorch's own ways, on this machine's CPU.
 
-    python benchmarks/step.py [--quick] [--inductor] [--only one,dp,tp]
+    python benchmarks/step.py [--quick] [--inductor] [--only one,dp,tp,fsdp]
 
 A GPT of 10M parameters (examples/gpt.py, no dropout), AdamW, 4 x 128 tokens, 1 thread a rank:
 
     one  mesh of size 1      beside plain eager PyTorch
     dp   dp=2, two ranks     beside DistributedDataParallel
     tp   tp=2, two ranks     beside a hand-written DTensor plan (parallelize_module, loss_parallel)
+    fsdp fsdp=2, two ranks   beside FSDP2 (fully_shard of every block and of the rest)
 
 Both run in the same processes, in turn, so that the machine's other load hits both. A time is from
 barrier to barrier: forward, backward, optimizer, zero_grad. Memory is measured apart, one kind a
@@ -39,6 +40,7 @@ CASES = {  # ranks, mesh, ours, theirs
     "one": (1, "dp=1", "autopar, mesh of size 1", "eager PyTorch"),
     "dp": (2, "dp=2", "autopar, dp=2", "DistributedDataParallel"),
     "tp": (2, "tp=2", "autopar, tp=2", "DTensor parallelize_module"),
+    "fsdp": (2, "fsdp=2", "autopar, fsdp=2", "FSDP2 fully_shard"),
 }
 KINDS = ("autopar", "inductor", "peer")
 
@@ -66,6 +68,18 @@ def dtensor_plan(model: GPT) -> nn.Module:
     return model
 
 
+def fully_sharded(model: GPT) -> nn.Module:
+    """FSDP2 as its documentation has it: each block is a group, the root is the last."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
 def build(case: str, kind: str, config: Config) -> tuple[nn.Module, Callable[[], Any]]:
     """The model in one of its forms, and a context for its step."""
     torch.manual_seed(0)
@@ -78,6 +92,8 @@ def build(case: str, kind: str, config: Config) -> tuple[nn.Module, Callable[[],
         return autopar.parallelize(model, CASES[case][1], backend=backend), context
     if case == "dp":
         model = nn.parallel.DistributedDataParallel(model)
+    elif case == "fsdp":
+        model = fully_sharded(model)  # type: ignore[arg-type]
     elif case == "tp":
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -93,7 +109,7 @@ def make_step(case: str, kind: str, config: Config) -> Callable[[], float]:
     shape = (ROWS, config.block + 1)
     window = torch.randint(config.vocab, shape, generator=generator)
     tokens, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-    own = case == "dp" and kind == "peer"  # DistributedDataParallel wants each rank's own rows
+    own = case in ("dp", "fsdp") and kind == "peer"  # they want each rank's own rows
     if own:
         tokens, targets = (t.chunk(2)[dist.get_rank()] for t in (tokens, targets))
 

@@ -50,17 +50,20 @@ class Differentiate:
         device: device of the tensors at run time.
         gradients: false for a forward-only program.
         traces: traces of calls, shared between the places of one compilation.
+        roots: results whose gradients come in; by default the loss, or all without one.
     """
 
     device: str = "cpu"
     gradients: bool = True
     traces: Traces = field(default_factory=Traces)
+    roots: tuple[int, ...] | None = None
     name: str = "differentiate"
 
     def run(self, program: Program) -> Phases:
         """Differentiate an SPMD program with respect to all states that require a gradient."""
         wanted = [s for s in program.states if s.requires_grad and self.gradients]
-        roots = _roots(program) if wanted else []
+        roots = list(self.roots) if self.roots is not None else _roots(program)
+        roots = roots if wanted else []
         return _Stringing(program, self.device, self.traces, roots).run([s.node for s in wanted])
 
 

@@ -64,6 +64,14 @@ def _number_sites(graph: fx.Graph) -> None:
             site += 1
 
 
+_WITHOUT_GRADIENT = (
+    aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty.default,
+)  # fmt: skip
+"""Calls whose result does not depend on the values of their operands, or not differentiably."""
+
+
 def mark_gradients(program: Program) -> None:
     """Set `meta['requires_grad']` on every node that carries a gradient."""
     wanted = {s.node for s in program.states if s.requires_grad}
@@ -76,7 +84,7 @@ def mark_gradients(program: Program) -> None:
                 isinstance(v, Tensor) and v.dtype.is_floating_point
                 for v in (val if isinstance(val, (list, tuple)) else [val])
             )
-            cut = node.target is aten.detach.default
+            cut = node.target in _WITHOUT_GRADIENT
             node.meta["requires_grad"] = (
                 floats
                 and not cut
