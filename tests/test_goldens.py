@@ -176,6 +176,25 @@ def test_tied_vocabulary_is_cut_in_embedding_and_loss(mesh: str, sequence: bool)
             assert total / MIB < statistics
 
 
+@pytest.mark.parametrize(("rows", "parallel"), [(8, True), (64, False)])
+@SEQUENCE
+def test_lookup_is_vocabulary_parallel_where_the_table_outweighs_the_rows(
+    rows: int, parallel: bool, sequence: bool
+) -> None:
+    """8 rows of 1024 x 768 are a sixth of the table; with 64 gathering the table is cheaper."""
+    with torch.device("meta"):
+        tokens = torch.empty(rows, TIME, dtype=torch.long)
+        inputs = {"input_ids": tokens, "labels": tokens}
+        found = autopar.compile(_gpt2(1).train(), "tp=4", inputs, sequence=sequence, strict=True)
+    looked_up = [
+        node
+        for node in found.graph("spmd").graph.nodes
+        if node.target is torch.ops.aten.embedding.default
+        and node.args[0].meta["val"].shape[0] == -(-50257 // 4)
+    ]
+    assert bool(looked_up) == parallel
+
+
 def _reductions(gradient: fx.Node, axis: str) -> set[tuple[fx.Node, int]]:
     """The (reduction, member) over `axis` that a gradient comes from, nearest ones only."""
     found: set[tuple[fx.Node, int]] = set()
