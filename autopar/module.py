@@ -210,7 +210,7 @@ class ParallelModule(nn.Module):
         whole = self._batch.whole(arguments, rows, self._mode)
         compiled = self._compile_step(bones, whole, grad, self._comm.rank, self._held)
         phases = compiled.of(self._comm.rank)
-        code = self._code(phases, compiled.title)
+        code = self._code(phases, compiled)
         if grad and phases.gradients and not any(o.is_loss for o in phases.program.outputs):
             self._hint_loss()
         states = list(phases.program.states)
@@ -247,11 +247,19 @@ class ParallelModule(nn.Module):
             stacklevel=7,
         )
 
-    def _code(self, phases: Phases, title: str) -> Code:
-        if self._backend == "inductor":
+    def _code(self, phases: Phases, compiled: Compiled) -> Code:
+        apart = len(compiled.places()) > 1
+        if self._backend == "inductor" and apart and not self._comm.rank:
+            warnings.warn(
+                f"{compiled.title} has sizes that do not divide, so that ranks run different "
+                "programs, whose collectives inductor might order differently; the generated "
+                "Python runs instead of backend='inductor'.",
+                stacklevel=7,
+            )
+        if self._backend == "inductor" and not apart:
             found = compiled_functions(phases, self._comm)
         else:
-            source = generate(phases, title)
+            source = generate(phases, compiled.title)
             name = hashlib.sha1(source.encode()).hexdigest()[:12]
             found = load(source, f"<autopar {name}>")
         return Code(found.forward, found.backward, phases.roots)
@@ -263,7 +271,7 @@ class ParallelModule(nn.Module):
         def grow(roots: tuple[int, ...]) -> Code:
             grown = self._grow(phases, roots, self._device.type)
             compiled.phases[compiled.signature(self._comm.coordinate)] = grown
-            return self._code(grown, compiled.title)
+            return self._code(grown, compiled)
 
         names = [s.name for s in program.states] + [i.name for i in program.inputs]
         mutated = dict(program.mutated)

@@ -18,6 +18,7 @@ from autopar.runtime.communicator import Communicator
 __all__ = ["bind"]
 
 _OTHERS = ("shift", "uniform", "keep_mask")
+_ALONE = ("empty", "nothing")  # ask nothing of the communicator
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _library: Any = torch.library.Library("autopar", "IMPL")  # type: ignore[no-untyped-call]
 
@@ -26,13 +27,24 @@ def _kernel(name: str, position: int) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         owner, _, rest = args[position].partition(":")
         args = (*args[:position], rest, *args[position + 1 :])
-        return getattr(_communicators[owner], name)(*args, **kwargs)
+        found = getattr(_communicators[owner], name)(*args, **kwargs)
+        # members of a bucket share memory, which a compiler that plans memory must not be told
+        return [x.clone() for x in found] if isinstance(found, list) else found
+
+    return run
+
+
+def _alone(name: str) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(Communicator, name)(None, *args, **kwargs)
 
     return run
 
 
 for _name in (*COLLECTIVES, *_OTHERS):
     _library.impl(_name, _kernel(_name, 1), "CompositeExplicitAutograd")
+for _name in _ALONE:
+    _library.impl(_name, _alone(_name), "CompositeExplicitAutograd")
 
 
 def bind(gm: fx.GraphModule, comm: Communicator) -> fx.GraphModule:
@@ -43,6 +55,7 @@ def bind(gm: fx.GraphModule, comm: Communicator) -> fx.GraphModule:
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, mapping))
     for node in mapping.values():
-        if str(node.target).startswith("autopar."):
+        parts = str(node.target).split(".")
+        if parts[0] == "autopar" and parts[1] not in _ALONE:
             node.args = (node.args[0], f"{owner}:{node.args[1]}", *node.args[2:])
     return fx.GraphModule(torch.nn.Module(), graph)
