@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ Grow = Callable[[Phases, tuple[int, ...], str], Phases]
 
 
 Home = tuple[nn.Module, str]
-"""The sub-module that holds a tensor, and its name there; both stay while the source does."""
+"""The sub-module that holds a tensor, and its name there."""
 
 
 @dataclass(slots=True)
@@ -50,10 +50,12 @@ class _Entry:
     compiled: Compiled
     executor: Executor
     inputs: list[Layout]
-    states: list[tuple[State, Home]]
-    leaves: list[Home]
+    states: list[State]
+    gradients: Sequence[str]
     signature: str
     checked: bool = False
+    homes: dict[str, Home] = field(default_factory=dict)
+    looks: int = -1  # of the source, when the homes were looked up
 
 
 class ParallelModule(nn.Module):
@@ -142,12 +144,13 @@ class ParallelModule(nn.Module):
         if not entry.checked:
             self._batch.check(arguments, entry.compiled.plan_json())
             entry.checked = True
-        states = [self._local(s, at, entry.compiled) for s, at in entry.states]
+        self._find_homes(entry)
+        states = [self._local(s, entry) for s in entry.states]
         inputs = self._batch.pieces(arguments, rows, entry.inputs)
         if torch.is_grad_enabled():
             self._steps += 1
         self._comm.step = self._steps
-        leaves = [held(*at) for at in entry.leaves]
+        leaves = [held(*entry.homes[n]) for n in entry.gradients]
         results = entry.executor.run([*states, *inputs], leaves)
         return self._result(entry, results, rows)
 
@@ -228,13 +231,14 @@ class ParallelModule(nn.Module):
         executor = Executor(code, wrap, self._comm, self._device, more)
         layouts = [i.layout for i in phases.program.inputs]
         assert all(x is not None for x in layouts), "lowering places every input"
-        held_in = {s.name: self._home(s) for s in states}
-        leaves = [held_in[n] for n in phases.gradients]
-        homes = [(s, held_in[s.name]) for s in states]
-        return _Entry(compiled, executor, layouts, homes, leaves, signature)  # type: ignore
+        return _Entry(compiled, executor, layouts, states, phases.gradients, signature)  # type: ignore
 
-    def _home(self, s: State) -> Home:
-        return (self, "") if s.name.startswith("constant.") else home(self, s.name)
+    def _find_homes(self, entry: _Entry) -> None:
+        """Look up which sub-modules hold the states, where one may have been replaced."""
+        if entry.looks != self._source.looks:
+            names = [s.name for s in entry.states if not s.name.startswith("constant.")]
+            entry.homes = {n: home(self, n) for n in names}
+            entry.looks = self._source.looks
 
     def _hint_loss(self) -> None:
         """Say once that a loss inside the program saves gathering the outputs."""
@@ -282,10 +286,11 @@ class ParallelModule(nn.Module):
             frozenset(i for n, i in written.items() if n in read),
         )  # fmt: skip
 
-    def _local(self, s: State, at: Home, compiled: Compiled) -> Tensor:
+    def _local(self, s: State, entry: _Entry) -> Tensor:
         """What this rank's program takes for a state."""
         if s.name.startswith("constant."):
-            return compiled.annotated.constants[s.name]
+            return entry.compiled.annotated.constants[s.name]
+        at = entry.homes[s.name]
         tensor = held(*at)
         if not is_whole(tensor):
             return local_of(tensor)

@@ -25,6 +25,7 @@ class Source:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._numbers: dict[Any, int] = {}
+        self.looks = 0  # a module may be another one of the same kind after each
         self._look()
 
     def version(self) -> int:
@@ -39,6 +40,7 @@ class Source:
 
     def _look(self) -> None:
         """Take down everything; `_changed` then compares with few lookups per module."""
+        self.looks += 1
         self._modules: list[tuple[nn.Module, Any, Any, Any, tuple[Any, ...]]] = []
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         found: list[Any] = []
