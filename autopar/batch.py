@@ -124,14 +124,22 @@ class Batch:
 
     def whole(self, arguments: Arguments, rows: Rows, mode: FakeTensorMode) -> Arguments:
         """The arguments as fake tensors of the whole batch."""
-        tensors = []
+        pairs = zip(arguments.tensors, self.shapes(arguments, rows), strict=True)
+        tensors = tuple(empty_like(t, mode, shape) for t, shape in pairs)
+        return Arguments(arguments.names, tensors, arguments.leaves, arguments.spec)
+
+    def shapes(self, arguments: Arguments, rows: Rows) -> list[tuple[int, ...]]:
+        """The shapes of the arguments of the whole batch: the same on all ranks."""
+        if self.ranks == 1:
+            return [tuple(t.shape) for t in arguments.tensors]
+        found = []
         for name, t in zip(arguments.names, arguments.tensors, strict=True):
             shape = list(t.shape)
             d = self.dim(name, t, rows)
-            if d is not None and self.ranks > 1:
+            if d is not None:
                 shape[d] = rows.total
-            tensors.append(empty_like(t, mode, shape))
-        return Arguments(arguments.names, tuple(tensors), arguments.leaves, arguments.spec)
+            found.append(tuple(shape))
+        return found
 
     def pieces(self, arguments: Arguments, rows: Rows, layouts: list[Layout]) -> list[Tensor]:
         """What the program of this rank takes: its rows of every input."""

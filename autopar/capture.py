@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import operator
@@ -9,7 +10,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +51,15 @@ class Arguments:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
 
-    def key(self) -> tuple[Any, ...]:
-        """Equal for calls that one program can serve."""
-        shapes = tuple((tuple(t.shape), t.dtype, t.device.type) for t in self.tensors)
+    def key(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        """Equal for calls that one program can serve; `shapes` are of the whole batch."""
+        pairs = zip(shapes, self.tensors, strict=True)
+        looks = tuple((shape, t.dtype, t.device.type) for shape, t in pairs)
         rest = tuple(
             leaf if isinstance(leaf, (int, float, bool, str, _Slot, type(None))) else id(leaf)
             for leaf in self.leaves
         )
-        return (self.names, shapes, rest, str(self.spec))
+        return (self.names, looks, rest, str(self.spec))
 
     def shapes(self) -> str:
         """Name, dtype and shape of every tensor."""
@@ -150,7 +152,14 @@ def skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 with mode:
                     fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except RuntimeError as error:
+        raise CaptureError(
+            f"The model cannot be copied: {str(error).splitlines()[0]}",
+            expected="tensors in attributes that are parameters, buffers or have no history",
+            hint="use torch.nn.utils.parametrizations.weight_norm in place of the old weight_norm",
+        ) from error
 
 
 def empty_like(tensor: Tensor, mode: FakeTensorMode, shape: Any = None) -> Tensor:
@@ -221,7 +230,7 @@ def capture(
     traced = _Traced(model, arguments, loss)
     traced.train(model.training)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _own_backwards_refused():
             warnings.simplefilter("ignore")
             exported = torch.export.export(traced, arguments.tensors, strict=False)
             if not _functional(exported.graph_module, known):
@@ -252,6 +261,29 @@ def _functional(gm: fx.GraphModule, known: Callable[[Any], bool]) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _own_backwards_refused() -> Iterator[None]:
+    """Tracing keeps what a `torch.autograd.Function` computes, and would derive that instead."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] == "torch":  # these are true derivatives
+            return apply.__get__(None, cls)(*args, **kwargs)
+        raise CaptureError(
+            f"{cls.__module__}.{cls.__qualname__} is an autograd.Function: its own backward would "
+            "be lost, and the derivative of its forward used instead.",
+            expected="operations that PyTorch differentiates, or an operator with its own gradient",
+            hint="for a straight-through estimate write x + (f(x) - x).detach(); else make it a "
+            "torch.library.custom_op with register_autograd, which keeps its gradient",
+        )
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
 def _capture_error(error: Exception) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((_TORCH_DIR, _OWN_DIR, "<"))]
@@ -259,6 +291,9 @@ def _capture_error(error: Exception) -> CaptureError:
     if own:
         f = own[-1]
         where = f"{f.filename}:{f.lineno} in {f.name}: {f.line}"
+    if isinstance(error, CaptureError):
+        message, expected, hint = error.what, error.expected, error.hint
+        return CaptureError(message, where=error.where or where, expected=expected, hint=hint)
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     dependent = any(
         w in str(error) or w in type(error).__name__
@@ -408,7 +443,17 @@ def _program(
 
 
 def _refuse_hidden_writes(node: fx.Node) -> None:
-    """Export forgets that instance norm updates its running statistics in training."""
+    """Export forgets that instance norm updates its running statistics in training.
+
+    And an embedding with max_norm shortens rows of its weight in place, outside the gradient.
+    """
+    if "embedding_renorm" in str(node.target):
+        raise CaptureError(
+            "An embedding with max_norm changes its weight in every call, which tracing loses.",
+            where=" · ".join(w for w in (_module(node), _source(node)) if w),
+            expected="max_norm=None",
+            hint="shorten the rows after each optimizer step, under torch.no_grad()",
+        )
     if node.target is not torch.ops.aten.instance_norm.default:
         return
     _, _, _, running_mean, _, use_input_stats = node.args[:6]

@@ -231,7 +231,9 @@ for _name, _row in COLLECTIVES.items():
 def _note_operands(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
-    ctx.operands = [(x.shape, x.dtype if x.is_floating_point() else None) for x in inputs[0]]
+    ctx.operands = [
+        (x.shape, x.dtype if (x.is_floating_point() or x.is_complex()) else None) for x in inputs[0]
+    ]
     ctx.read = [inputs[0][i] for i in inputs[2]]
 
 

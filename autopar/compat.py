@@ -25,6 +25,7 @@ __all__ = [
     "get_proxy_mode",
     "local_of",
     "make_fx",
+    "move_hooks",
     "pytree",
     "schema_of",
     "versions_of",
@@ -52,6 +53,17 @@ def local_of(tensor: Any) -> torch.Tensor:
     """The local piece of a DTensor without autograd (`to_local` costs 20 us in the step)."""
     local: torch.Tensor = tensor._local_tensor
     return local
+
+
+def move_hooks(old: Any, new: Any) -> None:
+    """Give `new` the hooks registered on `old`; their handles go on removing them.
+
+    The public functions register, but do not list.
+    """
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+    if getattr(old, "_post_accumulate_grad_hooks", None):
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
 def wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:

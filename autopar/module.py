@@ -186,7 +186,8 @@ class ParallelModule(nn.Module):
         grad = torch.is_grad_enabled()
         flags = (self.training, *self._source.training())
         wanted = tuple(p.requires_grad for p in self.parameters())
-        key = (arguments.key(), rows.total, grad, flags, wanted, version)
+        shapes = self._batch.shapes(arguments, rows)
+        key = (arguments.key(shapes), rows.total, grad, flags, wanted, version)
         entry = self._entries.get(key)
         if entry is None:
             settings = ("training" if self.training else "evaluation", grad, flags, wanted)

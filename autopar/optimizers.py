@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.compat import local_of, wrap_like
+from autopar.compat import local_of, move_hooks, wrap_like
 
 __all__ = ["adopt"]
 
@@ -193,6 +193,7 @@ def adopt(replaced: Iterable[tuple[Tensor, Tensor]]) -> None:
     for old, new in replaced:
         if old.grad is not None and not hasattr(old.grad, "full_tensor"):
             old.grad = None  # a gradient of before; DTensor parameters start without
+        move_hooks(old, new)
         old.__class__ = _Replaced
         old.__dict__["successor"] = new
         _adopted[0].successors[old] = new

@@ -175,8 +175,14 @@ def _checked(compiled: Compiled) -> str:
 
 
 def tolerance(compiled: Compiled) -> float:
-    """1e-10 in float64; 1e-6 where the model itself computes in float32; 1e-4 in float32."""
+    """1e-10 in float64; 1e-6 where the model itself computes in float32; 1e-4 in float32.
+
+    Where states are bfloat16 or float16, 8 of their roundings (2^-8 and 2^-11).
+    """
     dtypes = {s.dtype for s in compiled.annotated.states if s.dtype.is_floating_point}
+    half = [torch.finfo(d).eps for d in dtypes if d.itemsize < 4]
+    if half:
+        return 4 * max(half)
     if dtypes - {torch.float64}:
         return 1e-4
     inner = {

@@ -61,6 +61,8 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
         return
     val = bias.meta["val"]
     target, args, kwargs = _call(product)
+    if len(args) > 2 and target is not aten.mm.default and args[2] is not None:
+        return  # it has a bias already
     if val.dtype != product.meta["val"].dtype:
         return
     if target in _CONVOLUTIONS:

@@ -81,7 +81,7 @@ def mark_gradients(program: Program) -> None:
         elif node.op == "call_function":
             val = node.meta["val"]
             floats = any(
-                isinstance(v, Tensor) and v.dtype.is_floating_point
+                isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())
                 for v in (val if isinstance(val, (list, tuple)) else [val])
             )
             cut = node.target in _WITHOUT_GRADIENT

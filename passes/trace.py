@@ -119,8 +119,13 @@ class Traces:
 
         with self.mode:
             values = [[fake_like(v) for v in (*r.operands, *r.cotangents)] for r in new.values()]
-            graph = make_fx(run)(values).graph
-        _without_writes(graph)
+            traced = make_fx(run)(values)
+            graph = traced.graph
+            _without_writes(graph)
+            if any(map(_writes, graph.nodes)):  # into views: this knows which
+                traced.recompile()
+                with torch.no_grad():
+                    graph = make_fx(torch.func.functionalize(traced))(values).graph
         _clean(graph)
         placeholders = iter([n for n in graph.nodes if n.op == "placeholder"])
         out = iter(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -147,7 +152,7 @@ class Traces:
             fakes = [_whole(n.meta["val"]) for n in operands]
         request = self.request(node, fakes)
         results = self.results(request)
-        mask = tuple(i for i, r in enumerate(results) if r.is_floating_point())
+        mask = tuple(i for i, r in enumerate(results) if (r.is_floating_point() or r.is_complex()))
         grads = tuple(bool(n.meta.get("requires_grad")) for n in operands)
         if not mask or not any(grads):
             return set()
@@ -193,6 +198,11 @@ def _without_writes(graph: fx.Graph) -> None:
                 user.replace_input_with(written, node)
 
 
+def _writes(node: fx.Node) -> bool:
+    schema = schema_of(node.target)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def shares_memory(node: fx.Node) -> bool:
     """Whether the result of a call shares memory with an operand."""
     schema = schema_of(node.target)
@@ -201,9 +211,8 @@ def shares_memory(node: fx.Node) -> bool:
 
 def _check_writes(request: Request, trace: Trace) -> None:
     """Refuse a call that is made of operations which write in place: tracing loses gradients."""
-    for node in trace.forward:
-        schema = schema_of(node.target)
-        if schema is not None and schema.is_mutable:
+    for node in (*trace.forward, *trace.backward):
+        if _writes(node):
             raise AutoparError(
                 f"The gradient of {request.target} cannot be traced: it writes in place by "
                 f"{node.target}.",

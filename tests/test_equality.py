@@ -220,3 +220,51 @@ def test_batch_of_a_whole_number_of_ignored_rows_is_exact() -> None:
     targets = labels(4)
     targets[:2] = -100
     equal(model, {"x": tokens(4), "targets": targets}, "dp=2")
+
+
+class Biased(nn.Module):
+    """Sums that look like biases beside products and convolutions that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.conv = nn.Linear(6, 5), nn.Conv1d(1, 3, 3)
+        self.more, self.plane = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.line(x) + self.more + self.line(2 * x).mean(0)
+        z = self.conv(x[:, None]) + self.plane.reshape(1, 3, 1)
+        w = torch.addmm(self.more, x, self.line.weight.t()) + self.more
+        return y.pow(2).mean() + z.pow(3).mean() + w.sin().mean()
+
+
+class Fourier(nn.Module):
+    """Complex numbers on the way, whose gradient torch finishes by a write into a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 8)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.line(x)) * self.filter
+        return torch.fft.irfft(spectrum * spectrum.abs()).pow(2).mean()
+
+
+class Recurrent(nn.Module):
+    """A gated recurrence of several steps: torch's own kernel writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(x.view(-1, 2, 3))[0].pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:autopar has no rule")
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2, tp=2", "fsdp=3"])
+@pytest.mark.parametrize("kind", [Biased, Fourier, Recurrent])
+def test_odd_model_equals_one_device(kind: type[nn.Module], mesh: str) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(7, 6, dtype=torch.double)
+    autopar.verify(model.double(), mesh, x, steps=2, lr=0.02).raise_if_failed()

@@ -534,3 +534,67 @@ def test_messages_have_all_parts():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autopar.compile(net(), "dp=2", batch())  # a plain model warns of nothing
+
+
+# --- what tracing would lose -------------------------------------------------------------------
+
+
+class Straight(torch.autograd.Function):
+    """A gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Estimator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Straight.apply(self.line(x)).sum()
+
+
+def test_a_function_with_its_own_backward_is_refused():
+    with pytest.raises(CaptureError, match="Straight is an autograd.Function") as error:
+        autopar.compile(Estimator(), 1, torch.randn(2, 4))
+    assert "test_errors.py" in str(error.value) and "custom_op" in str(error.value)
+    assert Straight.apply(torch.tensor(3.0)) == 1.0  # as before
+
+
+def test_an_embedding_that_changes_its_weight_is_refused():
+    with pytest.raises(CaptureError, match="max_norm"):
+        autopar.compile(nn.Embedding(9, 4, max_norm=1.0), 1, torch.tensor([[1, 2]]))
+
+
+def test_a_model_that_cannot_be_copied_says_what_to_use():
+    model = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"parametrizations\.weight_norm"):
+        autopar.compile(model, 1, torch.randn(2, 4))
+
+
+def _splits(rank, n):
+    """Losses of local batches whose split over the ranks changes while the total does not."""
+    model = nn.Linear(4, 1).double()
+    nn.init.constant_(model.weight, 0.5)
+    parallel = autopar.parallelize(model, "dp=3", batch="local", loss=lambda out, t: out.mean())
+    x = torch.arange(24.0, dtype=torch.double).view(6, 4)
+    found = []
+    for rows in ((2, 2, 2), (3, 1, 2), (2, 2, 2), (1, 4, 1)):
+        start = sum(rows[:rank])
+        mine = x[start : start + rows[rank]]
+        loss = parallel(mine, targets=mine[:, 0])
+        loss.backward()
+        found.append(float(loss.detach()) - float(parallel.full_state_dict()["bias"]))
+    return found
+
+
+def test_local_batches_may_be_split_anew_at_every_step(pool: Pool):
+    mean = float(torch.arange(24.0).view(6, 4).sum(1).mean() * 0.5)
+    for losses in pool.run(3, _splits):
+        assert losses == pytest.approx([mean] * 4, rel=1e-12)

@@ -142,3 +142,24 @@ def fails_once(rank: int, n: int) -> tuple[bool, bool]:
 
 def test_step_that_raised_is_undone(pool: Pool) -> None:
     assert pool.run(2, fails_once) == [(True, True)] * 2
+
+
+def hooked(rank: int, n: int) -> list[bool]:
+    """Hooks of before the first call go on, and can be removed."""
+    model, inputs = make("mixer")
+    seen: list[str] = []
+    first = next(iter(model.parameters()))
+    handle = first.register_hook(lambda g: 2 * g)
+    first.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    parallel = autopar.parallelize(model, "dp=2")
+    loss_of(parallel(**inputs)).backward()
+    now = next(iter(parallel.parameters()))
+    twice = whole(now.grad)
+    now.grad = None
+    handle.remove()
+    loss_of(parallel(**inputs)).backward()
+    return [bool((twice == 2 * whole(now.grad)).all()), seen == ["accumulated"] * 2]
+
+
+def test_hooks_registered_before_the_first_call_stay(pool: Pool) -> None:
+    assert pool.run(2, hooked) == [[True, True]] * 2
