@@ -73,7 +73,7 @@ class Pool:
         n: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 180.0,
         dead: tuple[int, ...] = (),
     ) -> list[Any]:
         """Call `fn(rank, n, *args)` in a world of n processes.
