@@ -99,10 +99,8 @@ CASES = [
         ("tp=2", 4, True),
         ("dp=2, tp=2", 4, False),
         ("dp=2, tp=2", 4, True),
-        ("fsdp=3", 5, False),
-        ("fsdp=2, tp=2", 4, False),
     ]
-]
+] + [(Gpt, "fsdp=2, tp=2", 4, False), (Conv, "fsdp=3", 5, False)]
 
 
 def options(mesh: str, many: bool) -> dict:

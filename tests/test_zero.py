@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 MODELS = (*HUGGING_FACE, "gpt")
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2, fsdp=2, tp=2", "tp=2, fsdp=3"])
+@pytest.mark.parametrize("mesh", ["dp=2, fsdp=2, tp=2", "tp=2, fsdp=3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_model_equals_one_device(name: str, mesh: str) -> None:
     equal(*make(name, 5 if "3" in mesh else 4), mesh)
@@ -33,7 +33,7 @@ def test_rank_without_rows_is_exact(name: str) -> None:
     equal(*make(name, 5), "fsdp=4")
 
 
-@pytest.mark.parametrize(("name", "mesh", "sizes"), ODD)
+@pytest.mark.parametrize(("name", "mesh", "sizes"), ODD[1::2])
 def test_sizes_that_do_not_divide_are_exact(name: str, mesh: str, sizes: dict[str, Any]) -> None:
     tp = mesh.rpartition("tp=")[2]
     equal(*make(name, 5, **sizes), f"fsdp=3, tp={tp}")
