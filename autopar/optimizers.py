@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +63,15 @@ class _Adopted:
     Args:
         successors: replaced parameter -> DTensor parameter.
         ours: DTensor parameters.
+        pairs: of each optimizer, the pieces that it stepped last.
+        inside: optimizers that hold pieces now.
     """
 
     def __init__(self) -> None:
         self.successors: Any = WeakTensorKeyDictionary()
         self.ours: Any = WeakTensorKeyDictionary()
+        self.pairs: WeakKeyDictionary[Any, dict[Tensor, _Pair]] = WeakKeyDictionary()
+        self.inside: WeakSet[Any] = WeakSet()
         register_optimizer_step_pre_hook(self.before)
         register_optimizer_step_post_hook(self.after)
 
@@ -96,27 +101,28 @@ class _Adopted:
 
     def enter(self, optimizer: Any) -> None:
         """Put local pieces in the place of our DTensors."""
-        known: dict[Tensor, _Pair] = optimizer.__dict__.get(_KEY, {})
+        known = self.pairs.get(optimizer, {})
         pairs = {}
         for group, i, p in _slots(optimizer):
             if p not in self.ours:
                 continue
-            pair = known.get(p) or _Pair(p, local_of(p), {}, {})
-            if pair.local is not local_of(p):  # moved or loaded
+            pair = known.get(p)
+            if pair is None or pair.local is not local_of(p):  # new, moved or loaded
                 pair = _Pair(p, local_of(p), {}, {})
             pair.local.grad = None if p.grad is None else _local(p.grad)
             if p in optimizer.state:
                 optimizer.state[pair.local] = pair.local_state(optimizer.state.pop(p))
             group["params"][i] = pair.local
             pairs[p] = pair
-        optimizer.__dict__[_KEY] = pairs
-        optimizer.__dict__[_INSIDE] = bool(pairs)
+        if pairs:
+            self.pairs[optimizer] = pairs
+            self.inside.add(optimizer)
 
     def leave(self, optimizer: Any) -> None:
         """Undo `enter`."""
-        if not optimizer.__dict__.get(_INSIDE):
+        if optimizer not in self.inside:
             return
-        pairs = {pair.local: pair for pair in optimizer.__dict__[_KEY].values()}
+        pairs = {pair.local: pair for pair in self.pairs[optimizer].values()}
         for group, i, local in _slots(optimizer):
             pair = pairs.get(local)
             if pair is None:
@@ -125,10 +131,7 @@ class _Adopted:
             local.grad = None
             if local in optimizer.state:
                 optimizer.state[pair.parameter] = pair.whole_state(optimizer.state.pop(local))
-        optimizer.__dict__[_INSIDE] = False
-
-
-_KEY, _INSIDE = "_autopar_pairs", "_autopar_inside"
+        self.inside.discard(optimizer)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from autopar.errors import RankError
 from autopar.layout import Layout, Mesh
 from autopar.runtime import rng
 from autopar.runtime.buffers import Buffers
+from autopar.runtime.flat import around, join, joined, resized, split
 
 __all__ = ["Call", "Communicator", "Pending", "Transport", "reduce_in_order"]
 
@@ -190,12 +191,12 @@ class Communicator:
         if self._sizes[axis] == 1:
             return x
         call = self._call("reduce_scatter", x, axis, dim, outer, sizes, sum(sizes))
-        rest = _around(x, dim, outer)
+        rest = around(x, dim, outer)
         if rest * sum(sizes) == 0:
             return self.cut(x, axis, dim, outer, sizes, local)
-        flat = _split(x.detach(), dim, outer, sizes)
+        flat = split(x.detach(), dim, outer, sizes)
         out = self.transport.scatter(flat, [rest * s for s in sizes], call)
-        return out.view(_resized(x, dim, outer * local))
+        return out.view(resized(x, dim, outer * local))
 
     def reduce_scatter_bucket(
         self,
@@ -213,14 +214,14 @@ class Communicator:
         runs: list[list[Tensor]] = [[] for _ in range(k)]
         for x, (dim, outer, pieces, _) in zip(xs, cuts, strict=True):
             self._call("reduce_scatter", x, axis, dim, outer, pieces, sum(pieces))
-            flat, rest = _split(x.detach(), dim, outer, pieces), _around(x, dim, outer)
+            flat, rest = split(x.detach(), dim, outer, pieces), around(x, dim, outer)
             for run, part in zip(runs, torch.split(flat, [rest * s for s in pieces]), strict=True):
                 run.append(part)
         counts = [sum(part.numel() for part in run) for run in runs]
         call = self._bucket_call("reduce_scatter_bucket", xs, axis, cuts)
         flat = self._cat([part for run in runs for part in run])
         out = self.transport.scatter(flat, counts, call) if sum(counts) else flat
-        shapes = [_resized(x, c[0], c[1] * c[3]) for x, c in zip(xs, cuts, strict=True)]
+        shapes = [resized(x, c[0], c[1] * c[3]) for x, c in zip(xs, cuts, strict=True)]
         parts = torch.split(out, [math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -241,7 +242,7 @@ class Communicator:
         for x, (dim, outer, pieces) in zip(xs, cuts, strict=True):
             mine = pieces[self.coordinate[axis]]
             self._call("all_gather", x, axis, dim, outer, pieces, mine)
-        rests = [_around(x, dim, outer) for x, (dim, outer, _) in zip(xs, cuts, strict=True)]
+        rests = [around(x, dim, outer) for x, (dim, outer, _) in zip(xs, cuts, strict=True)]
         lengths = [  # by rank, then by member
             [rest * pieces[c] for rest, (_, _, pieces) in zip(rests, cuts, strict=True)]
             for c in range(self._sizes[axis])
@@ -255,20 +256,9 @@ class Communicator:
             for run, row in zip(torch.split(whole, counts), lengths, strict=True)
         ]
         return [
-            _joined([row[i] for row in rows], _resized(x, dim, 0), dim, outer, pieces)
+            joined([row[i] for row in rows], resized(x, dim, 0), dim, outer, pieces)
             for i, (x, (dim, outer, pieces)) in enumerate(zip(xs, cuts, strict=True))
         ]
-
-    def all_gather_replicated_bucket(
-        self,
-        xs: Sequence[Tensor],
-        axis: str,
-        dims: Sequence[int],
-        outers: Sequence[int],
-        sizes: Sequence[int],
-    ) -> list[Tensor]:
-        """As `all_gather_bucket`; the two differ in their adjoints only."""
-        return self.all_gather_bucket(xs, axis, dims, outers, sizes)
 
     def all_gather(
         self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]
@@ -278,29 +268,17 @@ class Communicator:
             return x
         mine = sizes[self.coordinate[axis]]
         call = self._call("all_gather", x, axis, dim, outer, sizes, mine)
-        rest = _around(x, dim, outer)
+        rest = around(x, dim, outer)
         if rest * sum(sizes) == 0:
-            return x.new_empty(_resized(x, dim, outer * sum(sizes)))
+            return x.new_empty(resized(x, dim, outer * sum(sizes)))
         counts = [rest * s for s in sizes]
         flat = self.transport.gather(x.detach().reshape(-1), counts, call)
-        return _join(flat, _resized(x, dim, 0), dim, outer, sizes)
-
-    def all_gather_replicated(
-        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]
-    ) -> Tensor:
-        """As `all_gather`; the two differ in their adjoints only."""
-        return self.all_gather(x, axis, dim, outer, sizes)
-
-    def shard(
-        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
-    ) -> Tensor:
-        """This rank's piece of `dim`, contiguous."""
-        return self.cut(x, axis, dim, outer, sizes, local)
+        return join(flat, resized(x, dim, 0), dim, outer, sizes)
 
     def cut(
         self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
     ) -> Tensor:
-        """As `shard`; the two differ in their adjoints only."""
+        """This rank's piece of `dim`, contiguous."""
         if self._sizes[axis] == 1:
             return x
         self._call("shard", x, axis, dim, outer, sizes, sum(sizes))
@@ -312,8 +290,13 @@ class Communicator:
             whole = x.reshape(*x.shape[:dim], outer, sum(sizes), *x.shape[dim + 1 :])
             piece = whole.narrow(dim + 1, start, local)
         return piece.clone(memory_format=torch.contiguous_format).view(
-            _resized(x, dim, outer * local)
+            resized(x, dim, outer * local)
         )
+
+    # these differ from the others in their adjoints only
+    all_gather_replicated = all_gather
+    all_gather_replicated_bucket = all_gather_bucket
+    shard = cut
 
     def pad(self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
         """Zeros of the whole `dim` with `x` at this rank's piece."""
@@ -321,7 +304,7 @@ class Communicator:
             return x
         c = self.coordinate[axis]
         self._call("pad", x, axis, dim, outer, sizes, sizes[c])
-        out = x.new_zeros(_resized(x, dim, outer * sum(sizes)))
+        out = x.new_zeros(resized(x, dim, outer * sum(sizes)))
         if x.numel():
             before = math.prod(x.shape[:dim]) * outer
             whole = out.view(before, sum(sizes), -1)
@@ -352,14 +335,14 @@ class Communicator:
         call = self._call(
             "all_to_all", x, axis, dim, outer, sizes, local, to_dim, to_outer, tuple(to_sizes)
         )
-        shape = _resized(x, to_dim, to_outer * to_local)
+        shape = resized(x, to_dim, to_outer * to_local)
         shape[dim] = outer * sum(sizes)
         rest, shape[dim] = math.prod(shape) // max(1, sum(sizes)), 0
         per_to = x.numel() // max(1, sum(to_sizes))
-        flat = _split(x.detach(), to_dim, to_outer, to_sizes)
+        flat = split(x.detach(), to_dim, to_outer, to_sizes)
         give, take = [per_to * s for s in to_sizes], [rest * s for s in sizes]
         flat = self.transport.swap(flat, give, take, call)
-        return _join(flat, shape, dim, outer, sizes)
+        return join(flat, shape, dim, outer, sizes)
 
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """`x` itself: no data moves."""
@@ -473,41 +456,3 @@ class Communicator:
         )
         said = tuple((dim, outer, tuple(sizes)) for dim, outer, sizes, *_ in cuts)
         return Call(name, axis, xs[0].dtype, (len(xs),), (shapes, said))
-
-
-def _resized(x: Tensor, dim: int, length: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = length
-    return shape
-
-
-def _around(x: Tensor, dim: int, outer: int) -> int:
-    """Elements of `x` for each index of the cut atom."""
-    return math.prod(x.shape[:dim]) * outer * math.prod(x.shape[dim + 1 :])
-
-
-def _split(x: Tensor, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
-    """Flatten `x` piece after piece of the cut (dim, outer, sizes)."""
-    before = math.prod(x.shape[:dim]) * outer
-    if before == 1 or x.numel() == 0:
-        return x.reshape(-1)
-    whole = x.reshape(before, sum(sizes), -1)
-    return torch.cat([piece.reshape(-1) for piece in torch.split(whole, list(sizes), 1)])
-
-
-def _join(flat: Tensor, shape: list[int], dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
-    """Inverse of `_split`; `shape` is that of the result but for `dim`."""
-    before, after = math.prod(shape[:dim]) * outer, math.prod(shape[dim + 1 :])
-    if before == 1 or flat.numel() == 0:
-        return flat.view([*shape[:dim], outer * sum(sizes), *shape[dim + 1 :]])
-    runs = torch.split(flat, [before * s * after for s in sizes])
-    return _joined(runs, shape, dim, outer, sizes)
-
-
-def _joined(
-    runs: Sequence[Tensor], shape: list[int], dim: int, outer: int, sizes: Sequence[int]
-) -> Tensor:
-    """The whole of the flat pieces of all ranks; `shape` is that of the result but for `dim`."""
-    before, after = math.prod(shape[:dim]) * outer, math.prod(shape[dim + 1 :])
-    pieces = [run.view(before, s, after) for run, s in zip(runs, sizes, strict=True)]
-    return torch.cat(pieces, 1).view([*shape[:dim], outer * sum(sizes), *shape[dim + 1 :]])
