@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import (
-    Arguments,
-    as_call,
-    bind_arguments,
-    capture,
-    empty_like,
-    position_names,
-    skeleton,
-)
+from autopar.arguments import Arguments, as_call, bind_arguments, position_names
+from autopar.capture import capture, empty_like, skeleton
 from autopar.check import check_annotated, check_global, check_spmd
 from autopar.compat import FakeTensorMode
 from autopar.compiled import Compiled, uneven_atoms

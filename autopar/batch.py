@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.capture import Arguments, empty_like
+from autopar.arguments import Arguments
+from autopar.capture import empty_like
 from autopar.compat import FakeTensorMode
 from autopar.errors import BatchError, InputError, PlanError
 from autopar.layout import DATA_AXES, Layout, Mesh, chunk_sizes

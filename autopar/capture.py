@@ -4,130 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import operator
 import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.arguments import Arguments, Slot
 from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree, schema_of
 from autopar.errors import CaptureError, InputError
 from autopar.layout import Mesh
 from autopar.program import Input, NodeInfo, Output, Program, State, copied, set_info
 
-__all__ = [
-    "Arguments",
-    "as_call",
-    "bind_arguments",
-    "capture",
-    "empty_like",
-    "position_names",
-    "skeleton",
-]
+__all__ = ["capture", "empty_like", "skeleton"]
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _OWN_DIR = os.path.dirname(os.path.abspath(__file__))
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of one call, taken apart: tensors by path, everything else as constants.
-
-    Args:
-        names: path of each tensor, such as ``input_ids`` or ``batch.0``.
-        tensors: the tensors, in the order of `names`.
-        leaves: all leaves; tensors replaced by their index in `tensors` wrapped in `_Slot`.
-    """
-
-    names: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
-
-    def key(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-        """Equal for calls that one program can serve; `shapes` are of the whole batch."""
-        pairs = zip(shapes, self.tensors, strict=True)
-        looks = tuple((shape, t.dtype, t.device.type) for shape, t in pairs)
-        rest = tuple(
-            leaf if isinstance(leaf, (int, float, bool, str, _Slot, type(None))) else id(leaf)
-            for leaf in self.leaves
-        )
-        return (self.names, looks, rest, str(self.spec))
-
-    def shapes(self) -> str:
-        """Name, dtype and shape of every tensor."""
-        pairs = zip(self.names, self.tensors, strict=True)
-        return ", ".join(f"{n} {str(t.dtype)[6:]}{list(t.shape)}" for n, t in pairs)
-
-    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with other tensors in place."""
-        leaves = [tensors[x.index] if isinstance(x, _Slot) else x for x in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return tuple(args), dict(kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    index: int
-
-
-def bind_arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], positions: Sequence[str] = ()
-) -> Arguments:
-    """Take the arguments of a call apart.
-
-    Args:
-        positions: names of the positional parameters, see `position_names`.
-
-    Raises:
-        InputError: no argument is a tensor.
-    """
-    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    leaves: list[Any] = []
-    for path, leaf in paths:
-        if isinstance(leaf, Tensor):
-            words = re.findall(r"[\w]+", "".join(str(k) for k in path[1:]))
-            positional = "[0]" in str(path[0])  # of (args, kwargs)
-            if positional and int(words[0]) < len(positions):
-                words[0] = positions[int(words[0])]
-            names.append(".".join(words) or f"arg{len(tensors)}")
-            leaves.append(_Slot(len(tensors)))
-            tensors.append(leaf)
-        else:
-            leaves.append(leaf)
-    if not tensors:
-        raise InputError(
-            "No argument of the call is a tensor.",
-            expected="at least one tensor with the batch as its first dim",
-        )
-    return Arguments(tuple(names), tuple(tensors), tuple(leaves), spec)
-
-
-def position_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that a call of `model` may give by position."""
-    try:
-        found = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`example_inputs` as (args, kwargs): a dict of keyword arguments, a tuple, or one tensor."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 @dataclass(slots=True)
@@ -195,7 +93,7 @@ class _Traced(nn.Module):
         kept: list[Tensor] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                slots.append(_Slot(len(kept)))
+                slots.append(Slot(len(kept)))
                 kept.append(leaf)
             elif isinstance(leaf, (int, float, bool, str, type(None))):
                 slots.append(leaf)
@@ -412,7 +310,7 @@ def _program(
     outputs: list[Output] = []
     loss_seen = False
     for leaf in traced.result.leaves:
-        if not isinstance(leaf, _Slot):
+        if not isinstance(leaf, Slot):
             outputs.append(Output(-1, constant=leaf))
             continue
         val = results[leaf.index].meta["val"]

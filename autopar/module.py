@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from autopar.arguments import Arguments, bind_arguments, position_names
 from autopar.batch import Batch, Rows
-from autopar.capture import Arguments, bind_arguments, position_names, skeleton
+from autopar.capture import skeleton
 from autopar.codegen import generate, load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled

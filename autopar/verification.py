@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import compile
-from autopar.capture import as_call, bind_arguments
+from autopar.arguments import as_call, bind_arguments
 from autopar.check import spmd_problems
 from autopar.codegen import generate, load
 from autopar.compat import pytree

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import api
-from autopar.capture import as_call, bind_arguments
+from autopar.arguments import as_call, bind_arguments
 from autopar.codegen import generate, load
 from autopar.errors import AutoparError
 from autopar.program import Phases, differentiable

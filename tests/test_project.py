@@ -20,7 +20,7 @@ ORDER = [
     {"layout"},
     {"program"},
     {"collectives", "rules", "text"},
-    {"roll"},
+    {"arguments", "roll"},
     {"cost", "check", "expression", "source", "static"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
