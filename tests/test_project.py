@@ -21,7 +21,7 @@ ORDER = [
     {"program"},
     {"collectives", "rules", "text"},
     {"arguments", "roll"},
-    {"cost", "check", "expression", "source", "static"},
+    {"cost", "check", "expression", "mistakes", "source", "static"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
     {"loop"},
