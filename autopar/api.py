@@ -24,10 +24,13 @@ from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
 from autopar.passes.expand import Expand
 from autopar.passes.fuse import Fuse
+from autopar.passes.merge import merge, place
 from autopar.passes.normalize import Normalize, is_normalized
 from autopar.passes.shard import Shard
+from autopar.passes.trace import Traces
 from autopar.program import Phases, Program, call_text, info, tensor_inputs
 from autopar.rules import find
+from autopar.sizes import Sizes
 from autopar.static import check_phases
 from autopar.strategies.data import Data
 from autopar.strategies.follow import Follow
@@ -58,7 +61,7 @@ class Options:
         for name, value, known in (
             ("batch", self.batch, ("global", "local")),
             ("backend", self.backend, ("eager", "inductor")),
-            ("zero", self.zero, (None, 0, 3)),
+            ("zero", self.zero, (None, 0, 1, 2, 3)),
         ):
             if value not in known:
                 raise InputError(
@@ -96,8 +99,10 @@ def parallelize(
         backend: ``"eager"`` or ``"inductor"``.
         seed: seed of dropout and other random calls.
         strict: raise for an operation without a rule instead of computing it replicated.
-        zero: 3 keeps parameters cut over fsdp, or over dp where there is no fsdp, and gathers them
-            where they are used; 0 keeps them whole. By default 3 over fsdp and 0 over dp.
+        zero: stage of ZeRO over fsdp, or over dp where there is no fsdp: parameters, gradients and
+            optimizer state are cut at rest. 1 and 2 gather the parameters once a step, 3 gathers
+            them where they are used, forward and backward; 0 keeps them whole. By default 3 over
+            fsdp and 0 over dp.
 
     Raises:
         MeshError: mesh and world size differ, or the mesh text is wrong.
@@ -109,16 +114,16 @@ def parallelize(
     planned = False  # the plan is for the first program; later ones may have other calls
 
     def compile_step(
-        bones: nn.Module, arguments: Arguments, grad: bool, rank: int, held: Mapping[str, Layout]
+        bones: nn.Module, arguments: Arguments, grad: bool, held: Mapping[str, Layout]
     ) -> Compiled:
         nonlocal planned
-        compiled = _compile(bones, arguments, grid, chosen, grad, rank, held, planned)
+        compiled = _compile(bones, arguments, grid, chosen, grad, held, planned)
         planned = chosen.plan is not None
         return compiled
 
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     module = ParallelModule(
-        model, grid, compile_step, _with_roots, batch=chosen.batch, seed=chosen.seed,
+        model, grid, compile_step, _grow, batch=chosen.batch, seed=chosen.seed,
         batch_dims=chosen.batch_dims, backend=chosen.backend, device_mesh=device_mesh,
     )  # fmt: skip
     if example_inputs is not None:
@@ -138,7 +143,7 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Any, **options: Any) ->
     arguments = bind_arguments(args, kwargs, position_names(model))
     fakes = tuple(empty_like(t, mode) for t in arguments.tensors)
     bound = Arguments(arguments.names, fakes, arguments.leaves, arguments.spec)
-    return _compile(skeleton(model, mode), bound, make_mesh(mesh), _options(options), True, None)
+    return _compile(skeleton(model, mode), bound, make_mesh(mesh), _options(options), True)
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -162,14 +167,12 @@ def _compile(
     mesh: Mesh,
     options: Options,
     grad: bool,
-    rank: int | None,
     held: Mapping[str, Layout] | None = None,
     planned: bool = False,
 ) -> Compiled:
     """Capture, annotate, lower and differentiate.
 
     Args:
-        rank: limits it to the program of one rank.
         held: placements that parameters have already.
         planned: another program of the model has come from the given plan.
     """
@@ -190,15 +193,10 @@ def _compile(
     program = program.replace(level="annotated")
     check_annotated(program, "expand")
     compiled = Compiled(program, type(bones).__name__, uneven_atoms(program), decisions=decisions)
-    places = compiled.places()
-    if rank is not None:
-        coordinate = mesh.coordinate(rank)
-        places = {compiled.signature(coordinate): coordinate}
     device = arguments.tensors[0].device.type
-    differentiate = Differentiate(device, gradients=grad)  # its traces serve all places
-    for signature, coordinate in places.items():
-        phases = _lower(program, coordinate, options, differentiate)
-        compiled.phases[signature] = phases
+    lowered = _lower(program, compiled, options)
+    differentiate = Differentiate(device, gradients=grad, traces=Traces(sizes=compiled.sizes))
+    _bind(compiled, Bucket().run(differentiate.run(lowered)))
     _check_held(compiled, held)
     return compiled
 
@@ -216,32 +214,39 @@ def _check_held(compiled: Compiled, held: Mapping[str, Layout]) -> None:
             )
 
 
-def _lower(
-    program: Program,
-    coordinate: Mapping[str, int],
-    options: Options,
-    differentiate: Differentiate,
-) -> Phases:
+def _lower(program: Program, compiled: Compiled, options: Options) -> Program:
+    """The lowered program of all ranks; sizes in which they differ go into `compiled`."""
     has_loss = any(o.is_loss for o in program.outputs)
     rows = DATA_AXES if options.batch == "local" else ()
-    lowered = Shard(coordinate, whole_outputs=not has_loss, row_axes=rows).run(program)
-    check_spmd(lowered, "shard", coordinate)
+    places = list(compiled.places().values())
+    made = []
+    for coordinate in places:
+        made.append(Shard(coordinate, whole_outputs=not has_loss, row_axes=rows).run(program))
+        check_spmd(made[-1], "shard", coordinate)
+    lowered = made[0]
+    if len(places) > 1:
+        compiled.sizes = Sizes(program.mesh, places, compiled.atoms)
+        lowered = merge(made, compiled.sizes)
     lowered = Fuse().run(lowered)
-    check_spmd(lowered, "fuse", coordinate)
-    return _checked(Bucket().run(differentiate.run(lowered)))
+    for k, coordinate in enumerate(places):
+        check_spmd(place(lowered, k), "fuse", coordinate)
+    return lowered
 
 
-def _with_roots(phases: Phases, roots: tuple[int, ...], device: str) -> Phases:
-    """The same program with the gradients of these results, in place of the loss alone."""
-    with torch.enable_grad():  # it is asked for in a backward, which runs without
-        return _checked(Bucket().run(Differentiate(device, roots=roots).run(phases.program)))
-
-
-def _checked(phases: Phases) -> Phases:
-    problems = check_phases(phases)
+def _bind(compiled: Compiled, phases: Phases) -> None:
+    """Let all ranks run `phases`, checked with the sizes of each place."""
+    compiled.bind(phases)
+    problems = [p for placed in compiled.phases.values() for p in check_phases(placed)]
     if problems:
         raise VerificationError("The generated program is wrong:\n  " + "\n  ".join(problems))
-    return phases
+
+
+def _grow(compiled: Compiled, roots: tuple[int, ...], device: str) -> None:
+    """Take the gradients of these results, in place of that of the loss alone."""
+    assert compiled.shared is not None, "set by every compilation"
+    differentiate = Differentiate(device, traces=Traces(sizes=compiled.sizes), roots=roots)
+    with torch.enable_grad():  # it is asked for in a backward, which runs without
+        _bind(compiled, Bucket().run(differentiate.run(compiled.shared.program)))
 
 
 def _annotate(program: Program, options: Options, planned: bool) -> list[Any]:
@@ -310,7 +315,7 @@ def _zero(mesh: Mesh, options: Options) -> list[Zero]:
             expected="an axis fsdp or dp",
             hint="add one, such as 'fsdp=2, tp=4', or drop zero",
         )
-    return [Zero(axis)] if axis and options.zero else []
+    return [Zero(axis, options.zero)] if axis and options.zero else []
 
 
 def _check_rules(program: Program, strict: bool) -> None:

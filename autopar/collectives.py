@@ -86,9 +86,6 @@ for _row in COLLECTIVES.values():
     _arrow = "" if "->" in _row.schema else " -> Tensor"
     _library.define(f"{_row.name}{_row.schema}{_arrow}")
 _library.define("shift(Tensor index, str axis, int[] sizes) -> Tensor")
-_library.define(
-    "empty(Tensor[] xs, int[] shape, int[] read, str call, *, ScalarType dtype) -> Tensor"
-)
 _library.define("nothing(Tensor[] xs, int[] shape, *, ScalarType dtype) -> Tensor")
 _library.define(
     "uniform(int[] shape, str layout, int site, *, ScalarType dtype, Device device) -> Tensor"
@@ -177,7 +174,6 @@ _FAKES: dict[str, Any] = {
         _cut(x, axis, *cut) for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
     ],
     "shift": lambda index, axis, sizes: torch.empty_like(index),
-    "empty": lambda xs, shape, read, call, *, dtype: xs[0].new_empty(shape, dtype=dtype),
     "nothing": lambda xs, shape, *, dtype: xs[0].new_zeros(shape, dtype=dtype),
     "uniform": lambda shape, layout, site, *, dtype, device: torch.empty(
         shape, dtype=dtype, device=device
@@ -226,30 +222,6 @@ for _name, _row in COLLECTIVES.items():
         torch.library.register_autograd(
             f"autopar::{_name}", _adjoint(_name), setup_context=_setup, lib=_library
         )
-
-
-def _note_operands(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
-) -> None:
-    ctx.operands = [
-        (x.shape, x.dtype if (x.is_floating_point() or x.is_complex()) else None) for x in inputs[0]
-    ]
-    ctx.read = [inputs[0][i] for i in inputs[2]]
-
-
-def _nothing(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """No element of the result depends on an operand: all gradients are zero, and present.
-
-    They name the operands that other ranks compute theirs from, to enter the same gathers.
-    """
-    xs = [*ctx.read, grad]
-    zeros = [d and ops.nothing(xs, list(shape), dtype=d) for shape, d in ctx.operands]
-    return zeros, None, None if ctx.read else [], None  # torch wants an empty list back for one
-
-
-torch.library.register_autograd(
-    "autopar::empty", _nothing, setup_context=_note_operands, lib=_library
-)
 
 
 def collective_of(node: fx.Node) -> Collective | None:

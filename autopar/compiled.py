@@ -1,4 +1,4 @@
-"""What a compilation yields: the annotated program and, per distinct place, code to run."""
+"""What a compilation yields: the annotated program, and the one that all ranks run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import fx
 
-from autopar.codegen import generate
+from autopar.codegen import Functions, generate, load
 from autopar.collectives import collective_of, moved_bytes
 from autopar.errors import InputError
 from autopar.layout import Atom
+from autopar.passes.merge import place_phases
 from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
+from autopar.sizes import Sizes
 from autopar.text import show
 
 __all__ = ["Compiled", "uneven_atoms"]
@@ -49,8 +51,11 @@ class Compiled:
 
     Args:
         annotated: the global graph with a choice per node and axis.
-        atoms: uneven cuts; ranks with the same local sizes of them share a program.
-        phases: the differentiated program of each distinct tuple of local sizes.
+        atoms: uneven cuts; ranks with the same local sizes of them are at one place.
+        phases: the differentiated program with the sizes of each place (distinct tuple of them).
+        shared: the one program that all ranks run; sizes that differ are bound when it is loaded.
+            Without, each place runs its own.
+        sizes: those, if there are any.
         decisions: what strategies chose for each call of the captured graph.
     """
 
@@ -59,13 +64,15 @@ class Compiled:
     atoms: tuple[Atom, ...]
     phases: dict[tuple[int, ...], Phases] = field(default_factory=dict)
     decisions: Mapping[str, Choice] = field(default_factory=dict)
+    shared: Phases | None = None
+    sizes: Sizes | None = None
 
     def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Local sizes of the uneven atoms at `coordinate`."""
         return tuple(a.local_sizes(self.annotated.mesh, coordinate) for a in self.atoms)
 
     def places(self) -> dict[tuple[int, ...], dict[str, int]]:
-        """One coordinate for every distinct program."""
+        """A coordinate of every place, the one with the largest pieces first."""
         mesh = self.annotated.mesh
         axes = [a for a in mesh.names if any(a in atom.axes for atom in self.atoms)]
         found: dict[tuple[int, ...], dict[str, int]] = {}
@@ -74,13 +81,30 @@ class Compiled:
             found.setdefault(self.signature(coordinate), coordinate)
         return found
 
+    def bind(self, phases: Phases) -> None:
+        """Let all ranks run `phases`."""
+        self.shared = phases
+        places = list(self.places())
+        many = len(places) > 1
+        self.phases = {p: place_phases(phases, k) if many else phases for k, p in enumerate(places)}
+
     def of(self, rank: int = 0) -> Phases:
         """The phases that `rank` runs."""
         return self.phases[self.signature(self.annotated.mesh.coordinate(rank))]
 
+    def functions(self) -> dict[tuple[int, ...], Functions]:
+        """The generated functions that the ranks of each place run: the same for all."""
+        if self.shared is not None:
+            found = load(self.code(), f"<virtual {self.title}>")
+            return dict.fromkeys(self.phases, found)
+        return {
+            key: load(generate(phases, self.title), f"<virtual {self.title} {key}>")
+            for key, phases in self.phases.items()
+        }
+
     def code(self, rank: int = 0) -> str:
-        """The generated Python of `rank`."""
-        return generate(self.of(rank), self.title)
+        """The generated Python of `rank`: the same for all."""
+        return generate(self.of(rank) if self.shared is None else self.shared, self.title)
 
     def graph(self, phase: str = "forward", rank: int = 0) -> fx.GraphModule:
         """The graph of a phase: 'global', 'spmd', 'forward' or 'backward'.
@@ -117,17 +141,21 @@ class Compiled:
         """Placements at rest and the choice of every call, ready for JSON.
 
         `parallelize(model, mesh, plan=...)` takes it back, edited or not. `calls` are those of the
-        captured graph, `inserted` those that passes write in their place.
+        captured graph, `inserted` those that passes write in their place; `gathers` tells which
+        states that are cut at rest are gathered once a step, not again for the backward pass.
         """
         program = self.of_any().program
         nodes = self.annotated.graph.graph.nodes
         final = {n.name: info(n).choice for n in nodes if n.op == "call_function"}
         new = {name: c for name, c in final.items() if c and name not in self.decisions}
+        held = {n.name: info(n) for n in nodes if n.op == "placeholder"}
+        kept = [s for s in program.states if held[s.node].rest and not held[s.node].again]
         return {
             "mesh": dict(program.mesh.sizes),
             "states": {s.name: str(s.layout) for s in program.states},
             "inputs": {i.name: str(i.layout) for i in program.inputs},
             "calls": {name: dict(final.get(name, c)) for name, c in self.decisions.items()},
+            "gathers": {s.name: "once" for s in kept},
             "inserted": {name: dict(c) for name, c in new.items()},
         }
 
@@ -158,7 +186,7 @@ class Compiled:
         """What was done, as text: placements of parameters and the traffic of a step."""
         program = self.of_any().program
         width = max((len(s.name) for s in program.states), default=4)
-        lines = [f"{self.title} on {program.mesh} ({len(self.phases)} distinct program(s))", ""]
+        lines = [f"{self.title} on {program.mesh}", ""]
         lines.append("parameters and buffers at rest")
         for s in program.states:
             tied = f"  tied: {', '.join(s.aliases)}" if s.aliases else ""

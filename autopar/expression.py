@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from autopar.program import info
 from autopar.text import written, written_call
 
 __all__ = ["Ref", "affine", "call", "listed", "numbered", "spliced"]
@@ -37,6 +38,7 @@ def call(
         starts: whether it only starts a reduction.
     """
     target = str(node.target)
+    record = info(node)
     if target.startswith("autopar."):
         target = f"comm.{target.split('.')[1]}{'_start' if starts else ''}"
     elif not target.startswith("aten."):
@@ -49,7 +51,15 @@ def call(
             return f"[{', '.join(spliced(value, sizes))}]"
         return "device" if isinstance(value, torch.device) else None
 
-    return written_call(target, node.target, args, kwargs, own)
+    text = written_call(target, node.target, args, kwargs, own)
+    if record.unless is None:
+        return text
+    val = node.meta["val"]
+    if not isinstance(val, Tensor):
+        return f"{text} if {record.unless} else None"
+    shape = list(record.shapes[0] if record.shapes else val.shape)
+    zeros = f"torch.zeros({shape}, dtype={val.dtype}, device=device)"
+    return f"{text} if {record.unless} else {zeros}"
 
 
 def listed(values: Sequence[Any], sizes: Mapping[str, int]) -> str:

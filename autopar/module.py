@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 from autopar.arguments import Arguments, bind_arguments, position_names
 from autopar.batch import Batch, Rows
 from autopar.capture import skeleton
-from autopar.codegen import generate, load
+from autopar.codegen import load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import Layout, Mesh
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
-from autopar.program import Phases, State, differentiable
+from autopar.program import State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, announce, connect
 from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.pieces import piece
@@ -32,12 +32,12 @@ from autopar.source import Source
 
 __all__ = ["ParallelModule"]
 
-Compile = Callable[[nn.Module, Arguments, bool, int, Mapping[str, Layout]], Compiled]
-"""(skeleton, arguments with global shapes, with gradients, rank, placements that parameters have
+Compile = Callable[[nn.Module, Arguments, bool, Mapping[str, Layout]], Compiled]
+"""(skeleton, arguments with global shapes, with gradients, placements that parameters have
 already) -> compiled step."""
 
-Grow = Callable[[Phases, tuple[int, ...], str], Phases]
-"""(program, results whose gradients are wanted, device) -> the program with these roots."""
+Grow = Callable[[Compiled, tuple[int, ...], str], None]
+"""(step, results whose gradients are wanted, device): compile it again with these roots."""
 
 
 Home = tuple[nn.Module, str]
@@ -213,9 +213,9 @@ class ParallelModule(nn.Module):
         for name, p in bones.named_parameters(remove_duplicate=False):
             p.requires_grad_(state(self, name).requires_grad)
         whole = self._batch.whole(arguments, rows, self._mode)
-        compiled = self._compile_step(bones, whole, grad, self._comm.rank, self._held)
+        compiled = self._compile_step(bones, whole, grad, self._held)
         phases = compiled.of(self._comm.rank)
-        code = self._code(phases, compiled)
+        code = self._code(compiled)
         if grad and phases.gradients and not any(o.is_loss for o in phases.program.outputs):
             self._hint_loss()
         states = list(phases.program.states)
@@ -229,7 +229,7 @@ class ParallelModule(nn.Module):
         def wrap(i: int, g: Tensor) -> Tensor:
             return g if alone else wrap_like(g, params[i])
 
-        more = self._more(compiled, phases)
+        more = self._more(compiled)
         executor = Executor(code, wrap, self._comm, self._device, more)
         layouts = [i.layout for i in phases.program.inputs]
         assert all(x is not None for x in layouts), "lowering places every input"
@@ -253,31 +253,31 @@ class ParallelModule(nn.Module):
             stacklevel=7,
         )
 
-    def _code(self, phases: Phases, compiled: Compiled) -> Code:
+    def _code(self, compiled: Compiled) -> Code:
+        phases = compiled.of(self._comm.rank)
         apart = len(compiled.places()) > 1
         if self._backend == "inductor" and apart and not self._comm.rank:
             warnings.warn(
-                f"{compiled.title} has sizes that do not divide, so that ranks run different "
-                "programs, whose collectives inductor might order differently; the generated "
-                "Python runs instead of backend='inductor'.",
+                f"{compiled.title} has sizes that do not divide, and inductor might order the "
+                "collectives of ranks with different sizes differently; the generated Python runs "
+                "instead of backend='inductor'.",
                 stacklevel=7,
             )
         if self._backend == "inductor" and not apart:
             found = compiled_functions(phases, self._comm)
         else:
-            source = generate(phases, compiled.title)
+            source = compiled.code()
             name = hashlib.sha1(source.encode()).hexdigest()[:12]
             found = load(source, f"<autopar {name}>")
         return Code(found.forward, found.backward, phases.roots)
 
-    def _more(self, compiled: Compiled, phases: Phases) -> More:
+    def _more(self, compiled: Compiled) -> More:
         """How to take the gradient of outputs beside the loss, should one ever arrive there."""
-        program = phases.program
+        program = compiled.of(self._comm.rank).program
 
         def grow(roots: tuple[int, ...]) -> Code:
-            grown = self._grow(phases, roots, self._device.type)
-            compiled.phases[compiled.signature(self._comm.coordinate)] = grown
-            return self._code(grown, compiled)
+            self._grow(compiled, roots, self._device.type)
+            return self._code(compiled)
 
         names = [s.name for s in program.states] + [i.name for i in program.inputs]
         mutated = dict(program.mutated)

@@ -19,6 +19,7 @@ from autopar.compiled import Compiled
 from autopar.mistakes import Change, changes, harmless, typed_changes
 from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
+from autopar.passes.trace import Traces
 from autopar.program import Phases, Program
 from autopar.static import reaching
 
@@ -59,7 +60,6 @@ class _Apart(Compiled):
 def mutants(compiled: Compiled) -> Iterator[Mutant]:
     """Every program with one mistake, in the program of all ranks that share it or of one rank."""
     mesh = compiled.annotated.mesh
-    differentiate = Differentiate(gradients=bool(compiled.of_any().gradients))
     for key, phases in compiled.phases.items():
         for phase in ("forward", "backward"):
             gm = getattr(phases, phase)
@@ -78,15 +78,15 @@ def mutants(compiled: Compiled) -> Iterator[Mutant]:
                         apart = _one_rank(compiled, key, wrong)
                         if apart is not None:
                             yield Mutant(where, f"{kind} by one rank", _fixed(apart))
-        gm = phases.program.graph
-        reach = reaching(gm.graph, phases.roots)
-        for i, node in enumerate(gm.graph.nodes):
-            for kind, change in typed_changes(node, mesh, node in reach):
-                mutant = _edited(gm, i, change)
-                if mutant is not None:
-                    wrong = phases.replace(program=phases.program.replace(graph=mutant))
-                    build = _again(compiled, key, wrong.program, differentiate)
-                    yield Mutant(f"spmd {node.name}", kind, build)
+    assert compiled.shared is not None, "set by every compilation"
+    program = compiled.shared.program
+    reach = reaching(program.graph.graph, compiled.shared.roots)
+    for i, node in enumerate(program.graph.graph.nodes):
+        for kind, change in typed_changes(node, mesh, node in reach):
+            mutant = _edited(program.graph, i, change)
+            if mutant is not None:
+                build = _again(compiled, program.replace(graph=mutant))
+                yield Mutant(f"spmd {node.name}", kind, build)
 
 
 def _with(compiled: Compiled, key: Any, phases: Phases) -> Compiled:
@@ -116,11 +116,18 @@ def _fixed(compiled: Compiled) -> Callable[[], Compiled]:
     return lambda: compiled
 
 
-def _again(
-    compiled: Compiled, key: Any, wrong: Program, differentiate: Differentiate
-) -> Callable[[], Compiled]:
+def _again(compiled: Compiled, wrong: Program) -> Callable[[], Compiled]:
     """Differentiate a lowered graph with a mistake in it."""
-    return lambda: _with(compiled, key, Bucket().run(differentiate.run(wrong)))
+
+    def build() -> Compiled:
+        gradients = bool(compiled.of_any().gradients)
+        differentiate = Differentiate(gradients=gradients, traces=Traces(sizes=compiled.sizes))
+        phases = Bucket().run(differentiate.run(wrong))
+        made = Compiled(compiled.annotated, compiled.title, compiled.atoms, sizes=compiled.sizes)
+        made.bind(phases)
+        return made
+
+    return build
 
 
 def _edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | None:

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.compat import pytree
 from autopar.layout import DATA_AXES, Layout, Mesh
+from autopar.sizes import Size
 
 __all__ = [
     "Choice",
@@ -47,7 +48,11 @@ class NodeInfo:
     Args:
         rest: of a state, the layout it is kept in where that is not the one it is used in.
         origin: in a forward graph, the node of the SPMD graph that it computes (part of).
-        again: computed once more in the backward graph rather than saved for it.
+        again: computed once more in the backward graph rather than saved for it; of a state, its
+            gathers are.
+        shapes: local shape of each result, where it differs between places.
+        unless: where this is zero the result holds nothing and the call is not made: many kernels
+            refuse empty operands.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -58,6 +63,8 @@ class NodeInfo:
     origin: str = ""
     rest: Layout | None = None
     again: bool = False
+    shapes: tuple[tuple[int | Size, ...], ...] = ()
+    unless: Size | None = None
 
 
 def info(node: fx.Node) -> NodeInfo:

@@ -151,7 +151,9 @@ def _look(node: fx.Node, apart: bool) -> Any:
 
     args = [text(a, names[i] if i < len(names) else "") for i, a in enumerate(node.args)]
     args += [f"{k}={text(v, k)}" for k, v in node.kwargs.items()]
-    return node.target, apart, tuple(args), shapes, tuple(map(str, info(node).layouts))
+    record = info(node)
+    layouts = tuple(map(str, record.layouts))
+    return node.target, apart, tuple(args), shapes, layouts, record.shapes, record.unless
 
 
 def _periods(looks: np.ndarray, limit: int = 24) -> list[int]:

@@ -425,7 +425,7 @@ def check_ranks(
     """Problems between ranks: members of a group enter the same collectives in the same order.
 
     Args:
-        phases: each distinct program by its signature.
+        phases: the program with the sizes of each place, by its signature.
         signature: of the program that the rank at a coordinate runs.
     """
     traces = {key: _trace(p) for key, p in phases.items()}

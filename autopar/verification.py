@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from autopar.api import compile
 from autopar.arguments import as_call, bind_arguments
 from autopar.check import spmd_problems
-from autopar.codegen import generate, load
 from autopar.compat import pytree
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
@@ -152,7 +151,7 @@ def _bound(optimizer: MakeOptimizer, lr: float) -> Callable[[list[Tensor]], Any]
 
 
 def static(compiled: Compiled) -> list[str]:
-    """Problems found without running: in each distinct program, and between ranks."""
+    """Problems found without running: with the sizes of each place, and between ranks."""
     mesh = compiled.annotated.mesh
     places: dict[Any, list[dict[str, int]]] = {}
     for rank in range(mesh.size):
@@ -169,7 +168,7 @@ def _checked(compiled: Compiled) -> str:
     moving = sum(map(count_collectives, programs))
     gradients = sum(len(p.gradients) for p in programs)
     return (
-        f"{moving} collectives and {gradients} gradients of {len(programs)} distinct program(s) "
+        f"{moving} collectives and {gradients} gradients with {len(programs)} set(s) of sizes "
         f"for {compiled.annotated.mesh.size} ranks"
     )
 
@@ -265,10 +264,7 @@ def run_virtual(
     }
     args, kwargs = as_call(example_inputs)
     tensors = bind_arguments(args, kwargs).tensors
-    functions = {
-        key: load(generate(p, compiled.title), f"<virtual {compiled.title} {key}>")
-        for key, p in compiled.phases.items()
-    }
+    functions = compiled.functions()
 
     def body(comm: Communicator) -> list[dict[str, Any]]:
         comm.seed = seed

@@ -14,6 +14,7 @@ from autopar.expression import Ref, call, listed, numbered, spliced
 from autopar.loop import Family, Loop
 from autopar.program import info
 from autopar.roll import leaves, runs
+from autopar.sizes import Size
 
 __all__ = ["Writer"]
 
@@ -25,6 +26,13 @@ def _awaited_last(calls: list[fx.Node], output: fx.Node) -> dict[fx.Node, None]:
         if _is_bucket(node) and all(set(taken.users) == {output} for taken in node.users):
             found[node] = None
     return found
+
+
+def _sizes(node: fx.Node) -> list[Size]:
+    """The sizes that a call is written with."""
+    record = info(node)
+    guard = [record.unless, *leaves(record.shapes)] if record.unless is not None else []
+    return [v for v in (*leaves((node.args, node.kwargs)), *guard) if isinstance(v, Size)]
 
 
 def _is_bucket(node: Any) -> bool:
@@ -44,6 +52,7 @@ class Writer:
         self.held = set(self.inputs[:held])
         calls = [n for n in graph.nodes if n.op == "call_function"]
         self.late = _awaited_last(calls, graph.output_node())
+        self.bound = list(dict.fromkeys(size for n in calls for size in _sizes(n)))
         self.names = {n.name for n in graph.nodes} | {"comm", "device", "inputs", "aten", "torch"}
         self.turn = self.fresh("i")
         self.home = {n: Ref(n.name) for n in self.inputs}
@@ -190,7 +199,7 @@ class Writer:
         for e, loop in enumerate(self.items):
             if isinstance(loop, Loop):
                 self.settle(e, loop)
-        lines = [f"def {name}(comm, device, inputs):", *self.unpacked(labels)]
+        lines = [f"def {name}(comm, device, inputs):", *self.binding(), *self.unpacked(labels)]
         place = ""
         for e, item in enumerate(self.items):
             if isinstance(item, Loop):
@@ -210,6 +219,14 @@ class Writer:
         saved = spliced(values[max(n_results, 0) :], self.sizes)
         lines.append(f"    return [{', '.join(results)}], [" if n_results >= 0 else "    return [")
         return "\n".join([*lines, *(f"        {v}," for v in saved), "    ]"]) + "\n"
+
+    def binding(self) -> list[str]:
+        """The lines that bind the sizes that differ between ranks."""
+        lines = []
+        for size in self.bound:
+            values = sorted(set(size.values), reverse=True)
+            lines.append(f"    {size} = {size.text}  # {' or '.join(map(str, values))}")
+        return lines
 
     def call_lines(self, e: int, node: fx.Node, remarks: bool) -> list[str]:
         """The lines of a call outside loops."""

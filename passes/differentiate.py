@@ -2,7 +2,9 @@
 
 Each distinct call (operation, shapes, what needs a gradient) is traced once together with its
 vector-Jacobian product; the graphs of all calls are then strung together, forward in order and
-backward in reverse. Repeated layers and uneven variants therefore cost only the stringing.
+backward in reverse. Repeated layers therefore cost only the stringing. Where ranks hold pieces
+of different sizes, a call is traced twice, and what differs between the traces is written in names
+of sizes (see `autopar.sizes`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from autopar.passes.trace import (
     shares_memory,
 )
 from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info, update_info
+from autopar.sizes import Size, at_probe
 
 __all__ = ["Differentiate"]
 
@@ -93,6 +96,7 @@ class _Stringing:
         self.program, self.device, self.traces, self.roots = program, device, traces, roots
         self.graph = fx.Graph()
         self.fakes: dict[fx.Node, Any] = {}  # SPMD node -> fake value, or list of them
+        self.probes: dict[fx.Node, Any] = {}  # the same with primes in place of uneven pieces
         self.value: dict[fx.Node, Any] = {}  # SPMD node -> joint node, or tuple of them
         self.cotangents: dict[tuple[fx.Node, int], list[fx.Node]] = {}
         self.pending: list[_Pending] = []
@@ -106,7 +110,8 @@ class _Stringing:
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 self.value[node] = self.graph.placeholder(node.name)
-                self.value[node].meta = {**node.meta, "val": self.fakes[node]}
+                vals = {"val": self.fakes[node], "probe": self.probes[node]}
+                self.value[node].meta = {**node.meta, **vals}
             elif node in requests:
                 self.forward(node, requests[node])
             elif node.op == "call_function":
@@ -124,29 +129,37 @@ class _Stringing:
         found = {}
         for node in self.program.graph.graph.nodes:
             if node.op == "placeholder":
-                val = node.meta["val"]
-                with self.traces.mode:
-                    self.fakes[node] = torch.empty(val.shape, dtype=val.dtype, device=self.device)
+                self.fakes[node], self.probes[node] = self.given(node)
             elif node.target is operator.getitem:
-                self.fakes[node] = self.fakes[node.args[0]][node.args[1]]
+                for table in (self.fakes, self.probes):
+                    table[node] = table[node.args[0]][node.args[1]]
             elif node.op == "call_function":
                 operands = list(node.all_input_nodes)
-                request = self.traces.request(node, [self.fakes[n] for n in operands])
+                request = self.traces.request(
+                    node, [self.fakes[n] for n in operands], [self.probes[n] for n in operands]
+                )
                 results = self.results(node, request)
+                later = self.results(node, request.probe) if request.probe else results
                 many = not isinstance(node.meta["val"], Tensor)
                 self.fakes[node] = results if many else results[0]
+                self.probes[node] = later if many else later[0]
                 mask = tuple(i for i in range(len(results)) if (node, i) in reach)
                 grads = tuple(bool(n.meta.get("requires_grad")) for n in operands)
                 if mask and any(grads):
                     with self.traces.mode:
-                        seeds = tuple(
-                            torch.empty(t.shape, dtype=t.dtype, device=t.device)
-                            for t in (results[i] for i in mask)
-                        )
-                    found[node] = dataclasses.replace(
-                        request, grads=grads, mask=mask, cotangents=seeds
-                    )
+                        seeds = [(_blank(results[i]), _blank(later[i])) for i in mask]
+                    found[node] = request.backed(grads, mask, seeds)
         return found
+
+    def given(self, node: fx.Node) -> tuple[Tensor, Tensor]:
+        """Fake values of a placeholder: with the sizes of the first place, and with primes."""
+        val, shapes = node.meta["val"], info(node).shapes
+        with self.traces.mode:
+            first = torch.empty(val.shape, dtype=val.dtype, device=self.device)
+            if not shapes:
+                return first, first
+            later = [at_probe(n) for n in shapes[0]]
+            return first, torch.empty(later, dtype=val.dtype, device=self.device)
 
     def results(self, node: fx.Node, request: Request) -> list[Any]:
         """Fake results of a call; an error names the call."""
@@ -181,7 +194,7 @@ class _Stringing:
             self.value[node] = self.value[source]
         else:
             new = self.graph.node_copy(node, lambda n: self.value[n])
-            new.meta = {"val": self.fakes[node]}
+            new.meta = {"val": self.fakes[node], "probe": self.probes[node]}
             set_info(new, dataclasses.replace(info(node), origin=_source(node)[0].name))
             self.value[node] = new
 
@@ -205,7 +218,8 @@ class _Stringing:
         """Append the nodes of a trace."""
         for inner in nodes:
             new = self.graph.node_copy(inner, lambda n: mapping[n])
-            new.meta = {"val": inner.meta.get("val")}
+            val = inner.meta.get("val")
+            new.meta = {"val": val, "probe": inner.meta.get("probe", val)}
             set_info(new, record)
             mapping[inner] = new
 
@@ -218,7 +232,7 @@ class _Stringing:
             with self.graph.inserting_after(last):
                 last = self.graph.placeholder(f"tangent_{i}")
             value = results[self.roots[i]]
-            last.meta["val"] = value.meta["val"]
+            last.meta.update(val=value.meta["val"], probe=value.meta["probe"])
             self.cotangents.setdefault(_source(root), []).append(last)
             made.append(last)
         return made
@@ -235,8 +249,8 @@ class _Stringing:
             c if c is not None else self.zeros(trace.results[i])
             for i, c in zip(request.mask, given, strict=True)
         ]
-        seeds = tuple(c.meta["val"] for c in cotangents)
-        found = self.traces.of(dataclasses.replace(request, cotangents=seeds))
+        seeds = [(c.meta["val"], c.meta["probe"]) for c in cotangents]
+        found = self.traces.of(request.backed(request.grads, request.mask, seeds))
         if found is not trace:  # the same forward part, other strides in the backward part
             same = zip(
                 (*found.inputs, *found.forward), (*trace.inputs, *trace.forward), strict=True
@@ -254,10 +268,18 @@ class _Stringing:
     def zeros(self, like: fx.Node) -> fx.Node:
         val = like.meta["val"]
         new = self.graph.call_function(
-            aten.zeros.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device}
+            aten.zeros.default, (self.shape(like),), {"dtype": val.dtype, "device": val.device}
         )
-        new.meta["val"] = val
+        new.meta.update(val=val, probe=like.meta["probe"])
         return new
+
+    def shape(self, node: fx.Node) -> list[Any]:
+        """Local shape of a value, with sizes where places differ."""
+        first, later = node.meta["val"].shape, node.meta["probe"].shape
+        sizes = self.traces.sizes
+        if sizes is None:
+            return list(first)
+        return [sizes.between(a, b) for a, b in zip(first, later, strict=True)]
 
     def total(self, key: tuple[fx.Node, int]) -> fx.Node | None:
         """The sum of all cotangents of a value."""
@@ -266,10 +288,11 @@ class _Stringing:
             return None
         total = parts[0]
         for part in parts[1:]:
-            a, b = total.meta["val"], part.meta["val"]
-            total = self.graph.call_function(aten.add.Tensor, (total, part))
+            one, two = total, part
+            total = self.graph.call_function(aten.add.Tensor, (one, two))
             with self.traces.mode:
-                total.meta["val"] = fake_like(a) + fake_like(b)
+                for kind in ("val", "probe"):
+                    total.meta[kind] = fake_like(one.meta[kind]) + fake_like(two.meta[kind])
             set_info(total, NodeInfo(origin=key[0].name))
         self.cotangents[key] = [total]
         return total
@@ -281,6 +304,8 @@ class _Stringing:
         nodes = list(self.graph.nodes)
         calls = [n for n in nodes if n.op == "call_function"]
         needed = ancestors([*results, *(g for g in gradients if g is not None)])
+        if self.traces.sizes is not None:
+            self.note_shapes(nodes)
         forward = ancestors(results)
         forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
         inputs = [n for n in nodes if n.op == "placeholder" and n not in tangents]
@@ -310,6 +335,37 @@ class _Stringing:
             roots=tuple(self.roots),
             gradients=tuple(names[w] for w in wanted),
         )
+
+    def note_shapes(self, nodes: list[fx.Node]) -> None:
+        """Record the local shapes that differ between places."""
+        sizes = self.traces.sizes
+        assert sizes is not None, "only where places differ"
+        for node in nodes:
+            vals, probes = (node.meta.get(kind) for kind in ("val", "probe"))
+            if isinstance(vals, Tensor):
+                vals, probes = [vals], [probes]
+            rows = zip(vals or (), probes or (), strict=True)
+            pairs = [((), ()) if v is None else (v.shape, p.shape) for v, p in rows]
+            shapes = (
+                tuple(sizes.between(m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs
+            )
+            differ = any(a != b for a, b in pairs)
+            update_info(node, shapes=tuple(shapes) if differ else ())
+            if info(node).unless is not None and not _meets_nothing(node):
+                update_info(node, unless=None)
+
+
+def _meets_nothing(node: fx.Node) -> bool:
+    """Whether the result or an operand of a call holds nothing at some place."""
+    if node.target is operator.getitem:
+        return info(node.args[0]).unless is not None  # type: ignore[arg-type]
+    touched = [info(n).shapes for n in (node, *node.all_input_nodes)]
+    return any(isinstance(n, Size) and 0 in n.values for s in touched for dims in s for n in dims)
+
+
+def _blank(val: Tensor) -> Tensor:
+    """A contiguous cotangent."""
+    return torch.empty(val.shape, dtype=val.dtype, device=val.device)
 
 
 def _source(node: fx.Node) -> tuple[fx.Node, int]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.collectives import ops
 from autopar.program import Program, info, set_info
 
 __all__ = ["Fuse"]
@@ -34,25 +32,14 @@ class Fuse:
         program = program.copy()
         graph = program.graph.graph
         for node in list(graph.nodes):
-            target, args, kwargs = _call(node)
-            if target is aten.add.Tensor and not kwargs and len(args) == 2:
+            if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
                 _fuse(graph, node)
         graph.eliminate_dead_code()
         return program
 
 
-def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a call is, or would be if this rank's piece held anything."""
-    if node.target is not ops.empty.default:
-        return node.target, node.args, dict(node.kwargs)
-    target: Any = torch.ops
-    for part in str(node.args[3]).split("."):
-        target = getattr(target, part)
-    return target, tuple(node.args[0]), {}  # type: ignore[arg-type]
-
-
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
-    product, bias = _call(node)[1]
+    product, bias = node.args
     if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node):
         return
     if len(product.users) != 1 or product.meta.get("val") is None:
@@ -60,7 +47,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     if product.meta["val"].shape != node.meta["val"].shape:
         return
     val = bias.meta["val"]
-    target, args, kwargs = _call(product)
+    target, args, kwargs = product.target, product.args, dict(product.kwargs)
     if len(args) > 2 and target is not aten.mm.default and args[2] is not None:
         return  # it has a bias already
     if val.dtype != product.meta["val"].dtype:
@@ -81,10 +68,6 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
             return
     else:
         return
-    if product.target is ops.empty.default:
-        read = [args.index(product.args[0][i]) for i in product.args[2]]  # type: ignore
-        args = (list(args), product.args[1], read, str(target))
-        target, kwargs = ops.empty.default, dict(product.kwargs)
     with graph.inserting_before(node):
         new = graph.call_function(target, args, kwargs)
     new.meta = dict(node.meta)

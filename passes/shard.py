@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from autopar.collectives import ops
 from autopar.errors import PlanError
 from autopar.layout import Layout, Mesh, chunk_sizes
-from autopar.passes.trace import Traces
 from autopar.program import (
     NodeInfo,
     Program,
@@ -68,7 +67,6 @@ class _Lowering:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     steps: dict[Any, fx.Node] = field(default_factory=dict)
-    traces: Traces = field(default_factory=Traces)
 
     @property
     def mesh(self) -> Mesh:
@@ -148,33 +146,10 @@ class _Lowering:
         ]
         if looked_up:
             new = self.lookup(node, spec, args, kwargs, *looked_up[0])
-        elif self.is_empty(node):
-            given = nodes_in((args, kwargs))
-            shape, dtype = list(local.outputs[0]), node.meta["val"].dtype
-            kept = self.traces.kept(node) if self.gathers() else set()
-            read = [i for i, n in enumerate(nodes_in((node.args, node.kwargs))) if n in kept]
-            new = self.graph.call_function(
-                ops.empty.default, (given, shape, read, str(node.target)), {"dtype": dtype}
-            )
         else:
             new = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore
         self.finish(node, new, info(node).layouts[0], node)
         set_info(new, dataclasses.replace(info(new), layouts=info(node).layouts))
-
-    def is_empty(self, node: fx.Node) -> bool:
-        """Whether this rank's piece of the result holds nothing.
-
-        Such calls are not made: many kernels refuse empty operands or forget that a gradient
-        depends on them, and then this rank would miss collectives that the others enter.
-        """
-        if not isinstance(node.meta["val"], Tensor) or not tensor_inputs(node):
-            return False
-        layout = info(node).layouts[0]
-        return 0 in layout.local_shape(self.mesh, self.coordinate) and 0 not in layout.shape
-
-    def gathers(self) -> bool:
-        """Whether states are gathered, and gathered again where their values are read backward."""
-        return any(info(n).rest is not None for n in self.program.placeholders().values())
 
     def factor_sizes(self, spec: Spec, choice: Mapping[str, str]) -> dict[str, int]:
         """Local size of every factor; a merged cut counts as its first factor."""
@@ -407,7 +382,7 @@ class _Lowering:
         if key not in self.steps:
             new = self.graph.call_function(target, (node, *args))
             self.describe(new, result, value)
-            if target in _GATHERS and args[0] in self.stored_over(value):
+            if info(value).again and target in _GATHERS and args[0] in self.stored_over(value):
                 update_info(new, again=True)
             self.steps[key] = new
         return self.steps[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
+from autopar.sizes import Sizes, at_place, has_sizes
 
 __all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "ancestors", "fake_like", "shares_memory"]
 
@@ -43,6 +44,8 @@ class Request:
         grads: which of them need a gradient.
         mask: results that have a cotangent.
         cotangents: fake cotangents.
+        probe: the same call with primes in place of the pieces of uneven cuts, see `sizes`.
+        lists: of a call with a probe, its lists of integers.
     """
 
     target: Any
@@ -52,11 +55,33 @@ class Request:
     grads: tuple[bool, ...]
     mask: tuple[int, ...]
     cotangents: tuple[Tensor, ...]
+    probe: Request | None = None
+    lists: tuple[Any, ...] = ()
 
     def key(self) -> Any:
         """Equal for requests with the same trace."""
         looks = tuple(map(_look, self.operands)), tuple(map(_look, self.cotangents))
-        return (self.target, _frozen(self.args), _frozen(self.kwargs), looks, self.grads, self.mask)
+        call = (self.target, _frozen(self.args), _frozen(self.kwargs), looks, self.grads, self.mask)
+        return call if self.probe is None else (call, self.probe.key(), repr(self.lists))
+
+    def alone(self) -> Request:
+        """The call at the first place alone."""
+        return self if self.probe is None else dataclasses.replace(self, probe=None, lists=())
+
+    def backed(
+        self, grads: tuple[bool, ...], mask: tuple[int, ...], seeds: Sequence[tuple[Any, Any]]
+    ) -> Request:
+        """The same call with gradients of the results in `mask`.
+
+        Args:
+            seeds: cotangents, each with its form in the trace with primes.
+        """
+        probe = self.probe
+        if probe is not None:
+            later = tuple(s for _, s in seeds)
+            probe = dataclasses.replace(probe, grads=grads, mask=mask, cotangents=later)
+        given = tuple(s for s, _ in seeds)
+        return dataclasses.replace(self, grads=grads, mask=mask, cotangents=given, probe=probe)
 
     def results(self, operands: list[Tensor]) -> list[Any]:
         """Run the call."""
@@ -88,17 +113,35 @@ class Traces:
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode())
     table: dict[Any, Trace] = field(default_factory=dict)
     fakes: dict[Any, list[Any]] = field(default_factory=dict)
+    sizes: Sizes | None = None
 
-    def request(self, node: fx.Node, operands: list[Tensor]) -> Request:
-        """The call at `node` on fake operands, nothing differentiated."""
+    def request(
+        self, node: fx.Node, operands: list[Tensor], probes: list[Tensor] | None = None
+    ) -> Request:
+        """The call at `node` on fake operands, nothing differentiated.
+
+        Args:
+            probes: the operands with primes in place of pieces.
+        """
         index = {n: i for i, n in enumerate(node.all_input_nodes)}
         refer: Any = lambda n: _Ref(index[n])  # noqa: E731
         args, kwargs = fx.map_arg((node.args, node.kwargs), refer)
         none = (False,) * len(operands)
-        return Request(node.target, args, kwargs, tuple(operands), none, (), ())
+        differ = has_sizes((args, kwargs)) or any(
+            a.shape != b.shape for a, b in zip(operands, probes or operands, strict=True)
+        )
+        if self.sizes is None or probes is None or not differ:
+            return Request(node.target, args, kwargs, tuple(operands), none, (), ())
+        later = self.sizes.probed(args), self.sizes.probed(kwargs)
+        probe = Request(node.target, later[0], later[1], tuple(probes), none, (), ())
+        lists = tuple(v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)))
+        first = at_place(args, 0), at_place(kwargs, 0)
+        given = tuple(operands)
+        return Request(node.target, first[0], first[1], given, none, (), (), probe, lists)
 
     def results(self, request: Request) -> list[Any]:
         """Fake results of a call."""
+        request = request.alone()
         key = request.key()
         if key not in self.fakes:
             with self.mode, torch.no_grad():
@@ -107,6 +150,26 @@ class Traces:
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Trace what is not yet traced, all in one go: starting a trace costs as much as a call."""
+        requests = list(requests)
+        probed = [r for r in requests if r.probe is not None]
+        self._prepare([*(r.alone() for r in requests), *(r.probe for r in probed if r.probe)])
+        for r in probed:
+            if r.key() not in self.table:
+                self.table[r.key()] = self._joined(r)
+
+    def _joined(self, request: Request) -> Trace:
+        """The trace of a call at all places, from those of the first and with primes."""
+        assert request.probe is not None and self.sizes is not None, "only for probed calls"
+        first, later = self.table[request.alone().key()], self.table[request.probe.key()]
+        try:
+            return _Join(self.sizes, request.lists).run(first, later)
+        except AutoparError as error:
+            raise AutoparError(
+                f"{request.target} cannot be written for all ranks at once.\n{error}",
+                hint="make the uneven sizes divide the mesh, or report this",
+            ) from None
+
+    def _prepare(self, requests: Iterable[Request]) -> None:
         new = {key: r for r in requests if (key := r.key()) not in self.table}
         if not new:
             return
@@ -142,36 +205,93 @@ class Traces:
     def count(self, request: Request) -> int:
         """Number of results of a call."""
         none = (False,) * len(request.grads)
-        bare = dataclasses.replace(request, grads=none, mask=(), cotangents=())
+        bare = dataclasses.replace(request.alone(), grads=none, mask=(), cotangents=())
         return len(self.results(bare))
-
-    def kept(self, node: fx.Node) -> set[fx.Node]:
-        """Operands of a call of the global graph that its gradient is computed from."""
-        operands = list(node.all_input_nodes)
-        with self.mode:
-            fakes = [_whole(n.meta["val"]) for n in operands]
-        request = self.request(node, fakes)
-        results = self.results(request)
-        mask = tuple(i for i, r in enumerate(results) if (r.is_floating_point() or r.is_complex()))
-        grads = tuple(bool(n.meta.get("requires_grad")) for n in operands)
-        if not mask or not any(grads):
-            return set()
-        seeds = tuple(results[i] for i in mask)
-        trace = self.of(dataclasses.replace(request, grads=grads, mask=mask, cotangents=seeds))
-        stack = [n for call in trace.backward for n in call.all_input_nodes]
-        found: set[fx.Node] = set()
-        while stack:
-            value = stack.pop()
-            if value in trace.inputs:
-                found.add(operands[trace.inputs.index(value)])
-            elif value in trace.forward and shares_memory(value):
-                stack.extend(value.all_input_nodes)
-        return found
 
     def of(self, request: Request) -> Trace:
         """The trace of a request."""
         self.prepare([request])
         return self.table[request.key()]
+
+
+class _Join:
+    """Joins two traces of a call, of other shapes, into one with sizes.
+
+    Args:
+        lists: lists of integers among the arguments of the call, which come back as they are.
+    """
+
+    def __init__(self, sizes: Sizes, lists: Sequence[Any]) -> None:
+        self.sizes = sizes
+        self.lists = {(_plain(at_place(v, 0)), _plain(sizes.probed(v))): v for v in lists}
+        self.graph = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.twins: dict[fx.Node, fx.Node] = {}
+
+    def run(self, first: Trace, later: Trace) -> Trace:
+        """The joined trace."""
+        pairs = [
+            (first.inputs, later.inputs),
+            (first.tangents, later.tangents),
+            (first.forward, later.forward),
+            (first.backward, later.backward),
+        ]
+        if any(len(a) != len(b) for a, b in pairs):
+            raise self.differ()
+        made = [[self.node(a, b) for a, b in zip(*pair, strict=True)] for pair in pairs]
+        results, gradients = (
+            tuple(self.value(a, b) for a, b in zip(x, y, strict=True))
+            for x, y in ((first.results, later.results), (first.gradients, later.gradients))
+        )
+        inputs, tangents, forward, backward = map(tuple, made)
+        return Trace(inputs, tangents, forward, backward, results, gradients)
+
+    def node(self, a: fx.Node, b: fx.Node) -> fx.Node:
+        """The joined call."""
+        if a.op != b.op or a.target is not b.target and a.op != "placeholder":
+            raise self.differ()
+        if a.op == "placeholder":
+            new = self.graph.placeholder(a.name)
+        else:
+            args = self.value(list(a.args), list(b.args))
+            if a.kwargs.keys() != b.kwargs.keys():
+                raise self.differ()
+            kwargs = {k: self.value(v, b.kwargs[k]) for k, v in a.kwargs.items()}
+            new = self.graph.create_node("call_function", a.target, tuple(args), kwargs, a.name)
+        new.meta = {"val": a.meta.get("val"), "probe": b.meta.get("val")}
+        self.nodes[a] = new
+        self.twins[a] = b
+        return new
+
+    def value(self, a: Any, b: Any) -> Any:
+        """The joined argument."""
+        if isinstance(a, fx.Node):
+            if self.twins[a] is not b:
+                raise self.differ()
+            return self.nodes[a]
+        if isinstance(a, (list, tuple)):
+            known = self.lists.get((_plain(a), _plain(b)))
+            if known is not None and not isinstance(a, tuple):
+                return known
+            if not isinstance(b, (list, tuple)) or len(a) != len(b):
+                raise self.differ()
+            return type(a)(self.value(x, y) for x, y in zip(a, b, strict=True))
+        if type(a) is int and type(b) is int:
+            return self.sizes.between(a, b)
+        if a != b and not (a != a and b != b):
+            raise AutoparError(
+                f"An argument is {a!r} on the first rank and {b!r} for other pieces."
+            )
+        return a
+
+    @staticmethod
+    def differ() -> AutoparError:
+        """Other calls for other sizes."""
+        return AutoparError("It is made of other operations where its pieces are larger.")
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _without_writes(graph: fx.Graph) -> None:
@@ -267,10 +387,6 @@ def _frozen(value: Any) -> Any:
 
 def _look(val: Tensor) -> Any:
     return (tuple(val.shape), val.stride(), val.dtype, val.device)
-
-
-def _whole(val: Tensor) -> Tensor:
-    return torch.empty(val.shape, dtype=val.dtype)
 
 
 def fake_like(val: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from autopar.strategies.follow import Follow, cuttable, place
 __all__ = ["Inserted", "Planned", "read_plan"]
 
 _PARTS = ("mesh", "states", "inputs", "calls")
-_INSERTED = "inserted"  # may be left out
+_INSERTED, _GATHERS = "inserted", "gathers"
+_OPTIONAL = (_INSERTED, _GATHERS)  # may be left out
 
 
 def read_plan(given: Any) -> dict[str, Any]:
@@ -48,16 +49,16 @@ def read_plan(given: Any) -> dict[str, Any]:
         except json.JSONDecodeError as error:
             raise PlanError(f"The plan is not JSON: {error}.", where=where) from error
     if isinstance(plan, Mapping):
-        plan = {_INSERTED: {}, **plan}
+        plan = {**dict.fromkeys(_OPTIONAL, {}), **plan}
     if not isinstance(plan, Mapping) or any(
-        not isinstance(plan.get(k), Mapping) for k in (*_PARTS, _INSERTED)
+        not isinstance(plan.get(k), Mapping) for k in (*_PARTS, *_OPTIONAL)
     ):
         raise PlanError(
             "This is not a plan.",
             where=where,
             expected=f"a dict with {', '.join(_PARTS)}, each a dict, as Compiled.plan gives it",
         )
-    return {part: dict(plan[part]) for part in (*_PARTS, _INSERTED)}
+    return {part: dict(plan[part]) for part in (*_PARTS, *_OPTIONAL)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class Planned:
                 entry = f"states[{state.name!r}]"
                 layout = _layout(entry, self.plan["states"][state.name], state, program.mesh)
                 if layout != replace(state, layout=layout).used:
-                    update_info(nodes[state.node], rest=layout)
+                    again = self.plan[_GATHERS].get(state.name, "twice") == "twice"
+                    update_info(nodes[state.node], rest=layout, again=again)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """The plan must be for axes of these names, outermost first.

@@ -2,7 +2,9 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 section 5. A parameter is cut beyond what the other strategies cut, so the gather goes first and
-the gradient is reduced and scattered last; nothing else of the program changes.
+the gradient is reduced and scattered last; nothing else of the program changes. In stages 1 and 2
+what was gathered stays until the backward pass has used it; in stage 3 it is freed after use and
+gathered again. Between steps a rank holds the shards alone, in all stages.
 """
 
 from __future__ import annotations
@@ -22,24 +24,27 @@ class Zero:
 
     Args:
         axis: mesh axis that cuts the batch.
+        stage: 1, 2 or 3.
     """
 
     axis: str = "fsdp"
+    stage: int = 3
 
     def annotate(self, program: Program) -> None:
         """Give every parameter a layout at rest; the other strategies must have placed it."""
         if program.mesh.sizes[self.axis] == 1:
             return
-        nodes = program.placeholders()
+        nodes, again = program.placeholders(), self.stage == 3
         for state in program.states:
             node = nodes[state.node]
             record = info(node)
             if not state.is_parameter or record.rest is not None:
                 continue
             if state.layout is None:
-                update_info(node, rest=cut(record.layouts[0], self.axis, program.mesh))
+                rest = cut(record.layouts[0], self.axis, program.mesh)
+                update_info(node, rest=rest, again=again)
             elif state.layout != state.used:  # it stays as an earlier program placed it
-                update_info(node, rest=state.layout)
+                update_info(node, rest=state.layout, again=again)
 
 
 def cut(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:

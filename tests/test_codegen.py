@@ -55,10 +55,7 @@ def compiled(name: str) -> tuple[Any, nn.Module, Any]:
 def run_all(found: Any, model: nn.Module, inputs: Any, rolled: bool) -> list[list[Any]]:
     """Results, saved values as a bag, and gradients of each rank."""
     mesh = found.annotated.mesh
-    codes = {
-        key: load(generate(phases, found.title, rolled=rolled), f"<test {key} {rolled}>")
-        for key, phases in found.phases.items()
-    }
+    code = load(generate(found.shared, found.title, rolled=rolled), f"<test {rolled}>")
     whole = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -67,8 +64,7 @@ def run_all(found: Any, model: nn.Module, inputs: Any, rolled: bool) -> list[lis
 
     def body(comm: Any) -> list[Any]:
         comm.seed, comm.step = 0, 1
-        key = found.signature(comm.coordinate)
-        phases, code = found.phases[key], codes[key]
+        phases = found.phases[found.signature(comm.coordinate)]
         values = [
             piece(whole[s.name].detach(), s.layout, mesh, comm.coordinate)
             for s in phases.program.states

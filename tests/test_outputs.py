@@ -18,9 +18,8 @@ from torch import Tensor, nn
 import autopar
 from autopar import api
 from autopar.arguments import as_call, bind_arguments
-from autopar.codegen import generate, load
 from autopar.errors import AutoparError
-from autopar.program import Phases, differentiable
+from autopar.program import differentiable
 from autopar.runtime import VirtualWorld
 from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.pieces import assemble, piece
@@ -100,7 +99,10 @@ def virtual(model: nn.Module, inputs: Any, mesh: str, **options: Any) -> dict[st
     states |= compiled.annotated.constants
 
     every = tuple(sorted(differentiable(compiled.of_any().program)))
-    grown = {k: api._with_roots(p, every, "cpu") for k, p in compiled.phases.items()}
+    functions = compiled.functions()
+    grown = autopar.compile(model, mesh, inputs, **options)
+    api._grow(grown, every, "cpu")  # before the threads: tracing is not for them
+    more_functions = grown.functions()
 
     def body(comm: Any) -> list[Tensor]:
         key = compiled.signature(comm.coordinate)
@@ -108,16 +110,14 @@ def virtual(model: nn.Module, inputs: Any, mesh: str, **options: Any) -> dict[st
         program = phases.program
         made: list[tuple[int, ...]] = []
 
-        def code(p: Phases) -> Code:
-            found = load(generate(p, "virtual"), f"<virtual {comm.rank} {p.roots}>")
-            return Code(found.forward, found.backward, p.roots)
-
         def grow(roots: tuple[int, ...]) -> Code:
             made.append(roots)
-            return code(grown[key])  # made before: tracing is not for threads
+            found = more_functions[key]
+            return Code(found.forward, found.backward, grown.phases[key].roots)
 
         more = More(differentiable(program), grow, [""] * 999)
-        executor = Executor(code(phases), lambda i, g: g, comm, torch.device("cpu"), more)
+        code = Code(functions[key].forward, functions[key].backward, phases.roots)
+        executor = Executor(code, lambda i, g: g, comm, torch.device("cpu"), more)
         local = {
             s.name: piece(states[s.name].detach(), s.layout, grid, comm.coordinate).clone()
             for s in program.states

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "autopar"
 ORDER = [
     {"errors"},
     {"layout"},
+    {"sizes"},
     {"program"},
     {"collectives", "rules", "text"},
     {"arguments", "roll"},

@@ -44,8 +44,16 @@ def test_dropout_is_that_of_one_rank(name: str) -> None:
     equal(*make(name, 4, **DROPOUT[name]), "fsdp=2, tp=2")
 
 
-def test_zero_over_dp_is_exact() -> None:
-    equal(*make("gpt", layers=1), "dp=2, tp=2", zero=3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "dp=2, fsdp=2"])
+def test_every_stage_is_exact(mesh: str, stage: int) -> None:
+    equal(*make("gpt", layers=1), mesh, zero=stage)
+
+
+@pytest.mark.parametrize("name", [*HUGGING_FACE, *KINDS])
+def test_parameters_gathered_once_are_exact(name: str) -> None:
+    """Five rows over three ranks, and many dims that do not divide."""
+    equal(*make(name, 5), "fsdp=3", zero=2)
 
 
 def test_frozen_parameters_stay() -> None:
@@ -93,9 +101,32 @@ def test_parameters_move_three_times() -> None:
     assert 3 * psi - norms <= moved <= 3 * psi
 
 
-def test_zero_without_an_axis_is_refused() -> None:
-    with pytest.raises(PlanError, match="zero=3 needs ranks with different rows"):
-        compiled("tp=2", zero=3)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_move_twice_in_the_first_stages(stage: int) -> None:
+    sizes = {n: p.numel() * 8 * 3 / 4 for n, p in make("gpt")[0].named_parameters()}
+    psi = sum(sizes.values())
+    found = compiled("fsdp=4", zero=stage)
+    moved = {"gather": 0.0, "scatter": 0.0}
+    for _, _, name, _, n_bytes in found.traffic():
+        kind = name.split("_")[1]
+        moved[kind] = moved.get(kind, 0.0) + n_bytes
+    # positions are looked up alike on all ranks: their gradient is summed before it is scattered
+    assert moved["gather"] == psi and moved["scatter"] == psi - sizes["positions.weight"]
+    calls = [n for n in found.of(0).backward.graph.nodes if n.op == "call_function"]
+    assert not [n for n in calls if "all_gather" in str(n.target)]
+
+
+def test_plan_knows_what_is_gathered_once() -> None:
+    twice, once = compiled("fsdp=4"), compiled("fsdp=4", zero=2)
+    assert not twice.plan["gathers"] and set(once.plan["gathers"].values()) == {"once"}
+    assert compiled("fsdp=4", plan=once.plan).code() == once.code() != twice.code()
+    assert compiled("fsdp=4", plan=twice.plan).code() == twice.code()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_without_an_axis_is_refused(stage: int) -> None:
+    with pytest.raises(PlanError, match=f"zero={stage} needs ranks with different rows"):
+        compiled("tp=2", zero=stage)
 
 
 def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> Any:
@@ -116,6 +147,7 @@ def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> 
         ("t5", "dp=2, fsdp=2", {}),
         ("gpt", "dp=2, fsdp=2", {"batch": "local"}),
         ("bert", "dp=2", {"zero": 3}),
+        ("gpt2", "dp=2, tp=2", {"zero": 1}),
     ],
 )
 def test_processes_equal_one_device(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.collectives import split_cuts
 from autopar.errors import RankError
-from autopar.layout import Layout, Mesh
+from autopar.layout import Layout, Mesh, chunk_sizes
 from autopar.runtime import rng
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.flat import around, join, joined, resized, split
@@ -344,6 +344,19 @@ class Communicator:
         flat = self.transport.swap(flat, give, take, call)
         return join(flat, shape, dim, outer, sizes)
 
+    def piece(self, size: int, *axes: str) -> int:
+        """Elements of this rank's piece of `size`, cut over `axes`, outermost first."""
+        for axis in axes:
+            size = chunk_sizes(size, self.mesh.sizes[axis])[self.coordinate[axis]]
+        return size
+
+    def pick(self, axes: Sequence[str], values: Sequence[int]) -> int:
+        """This rank's of `values`, which run over the coordinates on `axes`, the last fastest."""
+        index = 0
+        for axis in axes:
+            index = index * self.mesh.sizes[axis] + self.coordinate[axis]
+        return values[index]
+
     def vary(self, x: Tensor, axis: str) -> Tensor:
         """`x` itself: no data moves."""
         return x
@@ -352,23 +365,8 @@ class Communicator:
         """`index` counted from the start of this rank's piece."""
         return index - sum(sizes[: self.coordinate[axis]])
 
-    def empty(
-        self,
-        xs: Sequence[Tensor],
-        shape: Sequence[int],
-        read: Sequence[int],
-        call: str,
-        *,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """What `call` gives on empty pieces; its operands are named to keep their collectives.
-
-        `read`: those that the gradient names for the same reason.
-        """
-        return xs[0].new_empty(shape, dtype=dtype)
-
     def nothing(self, xs: Sequence[Tensor], shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """The gradient that `empty` sends to an operand: zeros."""
+        """Zeros in place of a call on empty pieces, whose operands are named all the same."""
         return xs[0].new_zeros(shape, dtype=dtype)
 
     # ---- random numbers

@@ -18,7 +18,7 @@ from autopar.runtime.communicator import Communicator
 __all__ = ["bind"]
 
 _OTHERS = ("shift", "uniform", "keep_mask")
-_ALONE = ("empty", "nothing")  # ask nothing of the communicator
+_ALONE = ("nothing",)  # ask nothing of the communicator
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _library: Any = torch.library.Library("autopar", "IMPL")  # type: ignore[no-untyped-call]
 
