@@ -21,6 +21,7 @@ from autopar.layout import DATA_AXES, Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.module import ParallelModule
 from autopar.passes.bucket import Bucket
+from autopar.passes.cast import Cast, narrowed
 from autopar.passes.differentiate import Differentiate
 from autopar.passes.expand import Expand
 from autopar.passes.fuse import Fuse
@@ -41,6 +42,10 @@ from autopar.strategies.zero import Zero
 __all__ = ["Options", "compile", "parallelize"]
 
 
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtypes of the option precision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the user may choose; see `parallelize`."""
@@ -56,12 +61,14 @@ class Options:
     seed: int = 0
     strict: bool = False
     zero: int | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("batch", self.batch, ("global", "local")),
             ("backend", self.backend, ("eager", "inductor")),
             ("zero", self.zero, (None, 0, 1, 2, 3)),
+            ("precision", self.precision, (None, *NARROW)),
         ):
             if value not in known:
                 raise InputError(
@@ -103,6 +110,9 @@ def parallelize(
             optimizer state are cut at rest. 1 and 2 gather the parameters once a step, 3 gathers
             them where they are used, forward and backward; 0 keeps them whole. By default 3 over
             fsdp and 0 over dp.
+        precision: "bf16", "fp16" or "fp32": parameters and floating inputs are cast to it where
+            they are used; parameters are kept, reduced and stepped as the model has them (float32
+            masters).
 
     Raises:
         MeshError: mesh and world size differ, or the mesh text is wrong.
@@ -176,8 +186,13 @@ def _compile(
         held: placements that parameters have already.
         planned: another program of the model has come from the given plan.
     """
+    kept: dict[str, torch.dtype] = {}
+    if options.precision is not None:
+        bones, arguments, kept = narrowed(bones, arguments, NARROW[options.precision])
     program = capture(bones, arguments, mesh, loss=options.loss, known=is_normalized)
     check_global(program, "capture")
+    program = Cast(kept).run(program)
+    check_global(program, "cast")
     program = Normalize().run(program)
     check_global(program, "normalize")
     _check_rules(program, options.strict)

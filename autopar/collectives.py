@@ -48,15 +48,17 @@ class Collective:
 
 
 _CUT = "str axis, int dim, int outer, int[] sizes"
-_CUTS = "(Tensor[] xs, str axis, int[] dims, int[] outers, int[] sizes)"
+_CUTS = "(Tensor[] xs, str axis, int[] dims, int[] outers, int[] sizes"
 """One dim and outer a member; their sizes one after the other."""
+_AS = ", *, ScalarType? dtype=None)"
+"""A gather casts before it sends; its adjoint casts back before it reduces."""
 COLLECTIVES: dict[str, Collective] = {
     row.name: row
     for row in (
         Collective("vary", "(Tensor x, str axis)", "R", "V", "all_reduce", 0),
         Collective("all_reduce", "(Tensor x, str axis, str op)", "P", "R", "", 2),
-        Collective("all_gather", f"(Tensor x, {_CUT})", "S", "V", "reduce_scatter", 1),
-        Collective("all_gather_replicated", f"(Tensor x, {_CUT})", "S", "R", "shard", 1),
+        Collective("all_gather", f"(Tensor x, {_CUT}{_AS}", "S", "V", "reduce_scatter", 1),
+        Collective("all_gather_replicated", f"(Tensor x, {_CUT}{_AS}", "S", "R", "shard", 1),
         Collective("shard", f"(Tensor x, {_CUT}, int local)", "R", "S", "all_gather_replicated", 0),
         Collective("cut", f"(Tensor x, {_CUT}, int local)", "V", "S", "pad", 0),
         Collective("pad", f"(Tensor x, {_CUT})", "S", "P", "shard", 0),
@@ -73,10 +75,10 @@ COLLECTIVES: dict[str, Collective] = {
             1,
         ),
         Collective("all_reduce_bucket", "(Tensor[] xs, str axis) -> Tensor[]", "P", "R", None, 2),
-        Collective("all_gather_bucket", f"{_CUTS} -> Tensor[]", "S", "V", None, 1),
-        Collective("all_gather_replicated_bucket", f"{_CUTS} -> Tensor[]", "S", "R", None, 1),
+        Collective("all_gather_bucket", f"{_CUTS}{_AS} -> Tensor[]", "S", "V", None, 1),
+        Collective("all_gather_replicated_bucket", f"{_CUTS}{_AS} -> Tensor[]", "S", "R", None, 1),
         Collective(
-            "reduce_scatter_bucket", f"{_CUTS[:-1]}, int[] locals) -> Tensor[]", "P", "S", None, 1
+            "reduce_scatter_bucket", f"{_CUTS}, int[] locals) -> Tensor[]", "P", "S", None, 1
         ),
     )
 }
@@ -116,14 +118,22 @@ def members_of(node: fx.Node) -> list[tuple[str, fx.Node, tuple[Any, ...]]]:
     return [(name, x, (axis, *cut)) for x, cut in zip(xs, own, strict=True)]  # type: ignore
 
 
-def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+def _resized(x: Tensor, dim: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
     shape = list(x.shape)
     shape[dim] = length
-    return x.new_empty(shape)
+    return x.new_empty(shape, dtype=dtype or x.dtype)
 
 
-def _gathered(x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
-    return _resized(x, dim, outer * sum(sizes))
+def _gathered(
+    x: Tensor,
+    axis: str,
+    dim: int,
+    outer: int,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _resized(x, dim, outer * sum(sizes), dtype)
 
 
 def _cut(x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int) -> Tensor:
@@ -164,11 +174,12 @@ _FAKES: dict[str, Any] = {
     "reduce_scatter": _cut,
     "all_to_all": _exchanged,
     "all_reduce_bucket": lambda xs, axis: [_fresh(x) for x in xs],
-    "all_gather_bucket": lambda xs, axis, *cuts: [
-        _gathered(x, axis, *cut) for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
+    "all_gather_bucket": lambda xs, axis, *cuts, dtype=None: [
+        _gathered(x, axis, *cut, dtype=dtype)
+        for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
     ],
-    "all_gather_replicated_bucket": lambda xs, axis, *cuts: _FAKES["all_gather_bucket"](
-        xs, axis, *cuts
+    "all_gather_replicated_bucket": lambda xs, axis, *cuts, dtype=None: _FAKES["all_gather_bucket"](
+        xs, axis, *cuts, dtype=dtype
     ),
     "reduce_scatter_bucket": lambda xs, axis, *cuts: [
         _cut(x, axis, *cut) for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
@@ -186,8 +197,10 @@ for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"autopar::{_name}", _fake, lib=_library)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.rest = inputs[1:]
+def _setup(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: Any = None
+) -> None:
+    ctx.rest, ctx.dtype = inputs[1:], inputs[0].dtype
     ctx.length = inputs[0].shape[inputs[2]] if len(inputs) > 3 else 0
 
 
@@ -197,6 +210,7 @@ def _adjoint(name: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rest = ctx.rest
         nones = (None,) * len(rest)
+        grad = grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
         if name == "vary":
             return (ops.all_reduce(grad, rest[0], "sum"), *nones)
         if name == "all_reduce":

@@ -12,7 +12,7 @@ import math
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -85,8 +85,12 @@ def _entries(nodes: Iterable[fx.Node]) -> list[tuple[_Entry, bool]]:
 def _entry(name: str, args: tuple[Any, ...], operand: Any, node: fx.Node) -> _Entry:
     val = operand.meta.get("val")
     shape = () if val is None else tuple(int(n) for n in val.shape)
-    dtype = "?" if val is None else str(val.dtype).removeprefix("torch.")
+    dtype = "?" if val is None else _dtype(val)
     return _Entry(name, args, shape, dtype, call_text(node))
+
+
+def _dtype(val: Any) -> str:
+    return str(val.dtype).removeprefix("torch.")
 
 
 def _results(graph: fx.Graph) -> list[Any]:
@@ -304,7 +308,11 @@ def _backward(phases: Phases) -> list[str]:
         row = collective_of(node)
         if row is not None and row.adjoint and node in reach:
             name, args = _adjoint(node)
-            want.append(_entry(name, args, node, node))
+            made = _entry(name, args, node, node)
+            operand = node.args[0].meta.get("val")
+            if operand is not None:  # a gather that narrows is reduced in the wide dtype
+                made = replace(made, dtype=_dtype(operand))
+            want.append(made)
     pairs = _entries(n for n in phases.backward.graph.nodes if not info(n).again)
     return _sequence("backward", want, pairs) or _flow(phases)
 

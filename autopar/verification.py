@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.api import compile
+from autopar.api import NARROW, compile
 from autopar.arguments import as_call, bind_arguments
 from autopar.check import spmd_problems
 from autopar.compat import pytree
@@ -135,14 +135,15 @@ def verify(
     report.problems, report.checked = static(compiled), _checked(compiled)
     random = any(info(n).site >= 0 for n in compiled.annotated.graph.graph.nodes)
     make = _bound(optimizer, lr)
+    narrow = NARROW.get(options.get("precision") or "")
     if random:
         one = Mesh(tuple((axis, 1) for axis in grid.names))  # a given strategy names these axes
         alone = compile(model, one, example_inputs, **options)
         want = run_virtual(alone, model, example_inputs, steps, make, options.get("seed", 0))
     else:
-        want = run_eager(model, example_inputs, steps, make, options.get("loss"))
+        want = run_eager(model, example_inputs, steps, make, options.get("loss"), narrow)
     have = run_virtual(compiled, model, example_inputs, steps, make, options.get("seed", 0))
-    report.rows = compare(have, want, tolerance(compiled))
+    report.rows = compare(have, want, tolerance(compiled, narrow))
     return report
 
 
@@ -173,22 +174,25 @@ def _checked(compiled: Compiled) -> str:
     )
 
 
-def tolerance(compiled: Compiled) -> float:
+def tolerance(compiled: Compiled, narrow: torch.dtype | None = None) -> float:
     """1e-10 in float64; 1e-6 where the model itself computes in float32; 1e-4 in float32.
 
-    Where states are bfloat16 or float16, 8 of their roundings (2^-8 and 2^-11).
+    Where bfloat16 or float16 is computed in, 8 of its roundings (2^-8 and 2^-11).
+
+    Args:
+        narrow: dtype that the whole model is cast to.
     """
     dtypes = {s.dtype for s in compiled.annotated.states if s.dtype.is_floating_point}
-    half = [torch.finfo(d).eps for d in dtypes if d.itemsize < 4]
-    if half:
-        return 4 * max(half)
-    if dtypes - {torch.float64}:
-        return 1e-4
     inner = {
         n.meta["val"].dtype
         for n in compiled.annotated.graph.graph.nodes
         if isinstance(n.meta.get("val"), Tensor)
     }
+    half = [torch.finfo(d).eps for d in inner if d.is_floating_point and d.itemsize < 4]
+    if half:
+        return 4 * max(half)
+    if dtypes - {torch.float64} or narrow == torch.float32:
+        return 1e-4
     return 1e-6 if torch.float32 in inner and _casts(compiled) else 1e-10
 
 
@@ -204,17 +208,33 @@ def _casts(compiled: Compiled) -> bool:
 
 
 def run_eager(
-    model: nn.Module, example_inputs: Any, steps: int, make: Any, loss: Any = None
+    model: nn.Module,
+    example_inputs: Any,
+    steps: int,
+    make: Any,
+    loss: Any = None,
+    narrow: torch.dtype | None = None,
 ) -> Trace:
-    """The unmodified model with plain autograd."""
+    """The unmodified model with plain autograd.
+
+    Args:
+        narrow: dtype that floating parameters and inputs are cast to for the forward pass.
+    """
     model = copy.deepcopy(model)
     args, kwargs = as_call(example_inputs)
     targets = kwargs.pop("targets") if loss is not None else None
+
+    def cast(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.is_floating_point() and narrow is not None
+        return value.to(narrow) if wide else value
+
+    args, kwargs = pytree.tree_map(cast, (args, kwargs))
     opt = make([p for p in model.parameters() if p.requires_grad])
     trace = Trace()
     for _ in range(steps):
         opt.zero_grad()
-        out = model(*args, **kwargs)
+        used = {n: cast(p) for n, p in model.named_parameters()} if narrow is not None else {}
+        out = torch.func.functional_call(model, used, args, kwargs)
         value = _first_scalar(loss(out, targets) if loss is not None else out)
         value.backward()  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())

@@ -82,8 +82,9 @@ class Bucket:
         """Buckets of chains that go through the same collectives, in order of the chains."""
         kinds: dict[Any, list[list[fx.Node]]] = {}
         for chain in chains:
-            dtype = chain[0].meta["val"].dtype
-            kinds.setdefault((*((n.target, n.args[1]) for n in chain), dtype), []).append(chain)
+            operand: Any = chain[0].args[0]
+            dtypes = operand.meta["val"].dtype, *(n.kwargs.get("dtype") for n in chain)
+            kinds.setdefault((*((n.target, n.args[1]) for n in chain), dtypes), []).append(chain)
         return [bucket for alike in kinds.values() for bucket in self.cut(alike, blocks)]
 
     def cut(
@@ -146,7 +147,7 @@ def _join(
             args += [[c[3] for c in cuts]] if len(cuts[0]) > 3 else []
         place = graph.inserting_before if before else graph.inserting_after
         with place(anchor):
-            bucket = graph.call_function(_BUCKETS[links[0].target], tuple(args))
+            bucket = graph.call_function(_BUCKETS[links[0].target], tuple(args), links[0].kwargs)
         bucket.meta["val"] = [n.meta["val"] for n in links]
         set_info(bucket, NodeInfo(again=info(links[0]).again))
         anchor, before = bucket, False

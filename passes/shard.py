@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from autopar.collectives import ops
 from autopar.errors import PlanError
 from autopar.layout import Layout, Mesh, chunk_sizes
+from autopar.passes.cast import is_cast_state
 from autopar.program import (
     NodeInfo,
     Program,
@@ -84,7 +85,7 @@ class _Lowering:
                 self.finish(node, new, self.made(node, 0), node)
             elif node.target is operator.getitem:
                 self.result(node)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and not is_cast_state(node):
                 self.call(node, table[node])
             elif node.op == "output":
                 outputs = self.outputs(node)
@@ -222,7 +223,7 @@ class _Lowering:
         whole |= {o.index for o in self.program.outputs if o.is_loss}
         new, layouts = [], []
         for i, value in enumerate(results):
-            want = self.layouts[value]
+            want = self.layouts[value.args[0] if is_cast_state(value) else value]
             for axis in reversed(self.mesh.names):
                 if want.kind(axis) != "S" or i in whole or not self.leaves_cut(want, axis):
                     want = want.without(axis)
@@ -253,6 +254,8 @@ class _Lowering:
     def convert(self, value: fx.Node, want: Layout, user: fx.Node, output: bool = False) -> fx.Node:
         """The node that holds `value` in layout `want`."""
         source, result = producer(value)
+        if is_cast_state(source):
+            return self.cast(source, want, user, output)
         have = self.made(source, result).normal(self.mesh)
         want = want.normal(self.mesh)
         grad = bool(value.meta.get("requires_grad", False))
@@ -298,6 +301,30 @@ class _Lowering:
             current = after
         self.check(current, want, user, grad=grad and not output)
         return node
+
+    def cast(self, node: fx.Node, want: Layout, user: fx.Node, output: bool) -> fx.Node:
+        """A state in layout `want` and a narrow dtype.
+
+        It is cast last, so that its gradient is reduced in the wide one; a gather casts itself,
+        before it sends.
+        """
+        wide: Any = self.convert(node.args[0], want, user, output)  # type: ignore[arg-type]
+        key = (wide, node.target, str(node.kwargs))
+        if key not in self.steps:
+            if wide.target in _GATHERS:
+                new = self.graph.call_function(wide.target, wide.args, node.kwargs)
+            else:
+                new = self.graph.call_function(node.target, (wide,), node.kwargs)  # type: ignore
+            layout = info(wide).layouts[0]
+            self.describe(new, layout, node)
+            kinds = {a: layout.kind(a) for a in self.mesh.names}
+            choice = {a: "R" if k == "R" else info(node).choice[a] for a, k in kinds.items()}
+            choice = {
+                a: "V" if k != "R" and choice[a] == "R" else choice[a] for a, k in kinds.items()
+            }
+            update_info(new, choice=choice, again=info(wide).again)
+            self.steps[key] = new
+        return self.steps[key]
 
     def check(self, current: Layout, want: Layout, user: fx.Node, grad: bool) -> None:
         """The reached placement must be the wanted one; V and R differ only for gradients."""

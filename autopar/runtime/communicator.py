@@ -234,8 +234,11 @@ class Communicator:
         dims: Sequence[int],
         outers: Sequence[int],
         sizes: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """As `all_gather` of each of `xs`, in one message; `sizes` one after the other."""
+        xs = [x if dtype is None else x.to(dtype) for x in xs]
         cuts = split_cuts(len(xs), dims, outers, sizes)
         if self._sizes[axis] == 1:
             return list(xs)
@@ -261,9 +264,20 @@ class Communicator:
         ]
 
     def all_gather(
-        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        outer: int,
+        sizes: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Join the pieces of `dim`: (outer, sizes[c]) on each rank becomes (outer, sum(sizes))."""
+        """Join the pieces of `dim`: (outer, sizes[c]) on each rank becomes (outer, sum(sizes)).
+
+        With a dtype, `x` is cast to it before it is sent.
+        """
+        x = x if dtype is None else x.to(dtype)
         if self._sizes[axis] == 1:
             return x
         mine = sizes[self.coordinate[axis]]
