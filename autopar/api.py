@@ -36,6 +36,7 @@ from autopar.static import check_phases
 from autopar.strategies.data import Data
 from autopar.strategies.follow import Follow
 from autopar.strategies.planned import Inserted, Planned, read_plan
+from autopar.strategies.remat import MODES, Remat, within
 from autopar.strategies.tensor import Tensors
 from autopar.strategies.zero import Zero
 
@@ -62,13 +63,18 @@ class Options:
     strict: bool = False
     zero: int | None = None
     precision: str | None = None
+    remat: str | int = "none"
 
     def __post_init__(self) -> None:
+        budget = type(self.remat) is int
+        if budget and int(self.remat) <= 0:
+            raise InputError(f"remat={self.remat} bytes", expected="a positive number of bytes")
         for name, value, known in (
             ("batch", self.batch, ("global", "local")),
             ("backend", self.backend, ("eager", "inductor")),
             ("zero", self.zero, (None, 0, 1, 2, 3)),
             ("precision", self.precision, (None, *NARROW)),
+            *([] if budget else [("remat", self.remat, MODES)]),
         ):
             if value not in known:
                 raise InputError(
@@ -113,6 +119,10 @@ def parallelize(
         precision: "bf16", "fp16" or "fp32": parameters and floating inputs are cast to it where
             they are used; parameters are kept, reduced and stepped as the model has them (float32
             masters).
+        remat: what the backward pass computes again in place of keeping it: "none"; "selective":
+            what is cheap, no products and no collectives; "full": repeated blocks but for what
+            goes from one to the next; or the bytes that a step may hold on a rank beside states
+            and inputs: then as little as fits.
 
     Raises:
         MeshError: mesh and world size differ, or the mesh text is wrong.
@@ -210,8 +220,10 @@ def _compile(
     compiled = Compiled(program, type(bones).__name__, uneven_atoms(program), decisions=decisions)
     device = arguments.tensors[0].device.type
     lowered = _lower(program, compiled, options)
-    differentiate = Differentiate(device, gradients=grad, traces=Traces(sizes=compiled.sizes))
-    _bind(compiled, Bucket().run(differentiate.run(lowered)))
+    traces = Traces(sizes=compiled.sizes)
+    differentiate = Differentiate(device, gradients=grad, traces=traces)
+    compiled.remat, phases = _differentiated(lowered, differentiate, options.remat)
+    _bind(compiled, phases)
     _check_held(compiled, held)
     return compiled
 
@@ -248,6 +260,23 @@ def _lower(program: Program, compiled: Compiled, options: Options) -> Program:
     return lowered
 
 
+def _differentiated(
+    program: Program, differentiate: Differentiate, remat: str | int
+) -> tuple[Remat, Phases]:
+    """The differentiated program, and what of it is computed again.
+
+    Raises:
+        PlanError: no choice keeps the step within the bytes given.
+    """
+
+    def attempt(choice: Remat) -> Phases:
+        return Bucket().run(replace(differentiate, repeat=choice.choose).run(program))
+
+    if isinstance(remat, str):
+        return Remat(remat), attempt(Remat(remat))
+    return within(remat, attempt)
+
+
 def _bind(compiled: Compiled, phases: Phases) -> None:
     """Let all ranks run `phases`, checked with the sizes of each place."""
     compiled.bind(phases)
@@ -259,7 +288,9 @@ def _bind(compiled: Compiled, phases: Phases) -> None:
 def _grow(compiled: Compiled, roots: tuple[int, ...], device: str) -> None:
     """Take the gradients of these results, in place of that of the loss alone."""
     assert compiled.shared is not None, "set by every compilation"
-    differentiate = Differentiate(device, traces=Traces(sizes=compiled.sizes), roots=roots)
+    differentiate = Differentiate(
+        device, traces=Traces(sizes=compiled.sizes), roots=roots, repeat=compiled.remat.choose
+    )
     with torch.enable_grad():  # it is asked for in a backward, which runs without
         _bind(compiled, Bucket().run(differentiate.run(compiled.shared.program)))
 

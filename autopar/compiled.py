@@ -14,10 +14,12 @@ from autopar.codegen import Functions, generate, load
 from autopar.collectives import collective_of, moved_bytes
 from autopar.errors import InputError
 from autopar.layout import Atom
+from autopar.memory import peak_bytes, saved_bytes
 from autopar.passes.merge import place_phases
 from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
 from autopar.sizes import Sizes
+from autopar.strategies.remat import Remat
 from autopar.text import show
 
 __all__ = ["Compiled", "uneven_atoms"]
@@ -56,6 +58,7 @@ class Compiled:
         shared: the one program that all ranks run; sizes that differ are bound when it is loaded.
             Without, each place runs its own.
         sizes: those, if there are any.
+        remat: what is computed again in the backward pass.
         decisions: what strategies chose for each call of the captured graph.
     """
 
@@ -66,6 +69,7 @@ class Compiled:
     decisions: Mapping[str, Choice] = field(default_factory=dict)
     shared: Phases | None = None
     sizes: Sizes | None = None
+    remat: Remat = Remat()
 
     def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Local sizes of the uneven atoms at `coordinate`."""
@@ -182,8 +186,18 @@ class Compiled:
                 entry[1] += moved_bytes(node, phases.program.mesh.sizes[axis])
         return [(*key, int(n), total) for key, (n, total) in sorted(rows.items())]
 
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that a step holds on a rank beside states and inputs, by liveness."""
+        return max(map(peak_bytes, self.phases.values()))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that a rank holds from the forward to the backward pass."""
+        return max(map(saved_bytes, self.phases.values()))
+
     def explain(self) -> str:
-        """What was done, as text: placements of parameters and the traffic of a step."""
+        """What was done, as text: placements, the traffic of a step and its memory."""
         program = self.of_any().program
         width = max((len(s.name) for s in program.states), default=4)
         lines = [f"{self.title} on {program.mesh}", ""]
@@ -196,4 +210,7 @@ class Compiled:
         lines += ["", "communication of one step, per rank"]
         for phase, axis, name, count, total in self.traffic():
             lines.append(f"  {phase:<9} {axis:<4} {name:<22} x{count:<5} {total / 2**20:10.3f} MiB")
+        lines += ["", "memory of one step, per rank, beside parameters, buffers and inputs"]
+        for what, size in (("kept for backward", self.saved_bytes), ("peak", self.peak_bytes)):
+            lines.append(f"  {what:<38} {size / 2**20:16.3f} MiB")
         return "\n".join(lines)

@@ -7,20 +7,21 @@ mesh axis), `spmd` (local shapes and typed collectives), `joint` (forward and ba
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.compat import pytree
+from autopar.compat import pytree, schema_of
 from autopar.layout import DATA_AXES, Layout, Mesh
 from autopar.sizes import Size
 
 __all__ = [
     "Choice",
     "Input",
+    "Joint",
     "NodeInfo",
     "Output",
     "Phases",
@@ -32,6 +33,7 @@ __all__ = [
     "info",
     "nodes_in",
     "set_info",
+    "shares_memory",
     "tensor_inputs",
     "update_info",
 ]
@@ -204,6 +206,28 @@ class Phases:
     def replace(self, **changes: Any) -> Phases:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Forward and backward calls in one graph, before they are parted.
+
+    Args:
+        forward: placeholders but the tangents, and the calls that the results need.
+        backward: the other calls that the gradients need, in order.
+        gradients: the nodes of the gradients.
+    """
+
+    graph: fx.Graph
+    forward: set[fx.Node]
+    backward: Sequence[fx.Node]
+    gradients: Sequence[fx.Node]
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether the result of a call shares memory with an operand."""
+    schema = schema_of(node.target)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -325,7 +325,8 @@ def _flow(phases: Phases) -> list[str]:
     tangents = set(inputs[n_saved:])
     made = {_origin(n) for n in phases.forward.graph.nodes}
     forward = _Lowered(spmd, made)
-    lowered = _Lowered(spmd, {_origin(n) for n in backward.nodes if n.op == "call_function"})
+    calls = [n for n in backward.nodes if n.op == "call_function" and not info(n).again]
+    lowered = _Lowered(spmd, set(map(_origin, calls)))
     roots = {_results(spmd)[i].name for i in phases.roots}
     problems = []
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +26,26 @@ from autopar.passes.trace import (
     Traces,
     ancestors,
     fake_like,
-    shares_memory,
 )
-from autopar.program import NodeInfo, Phases, Program, call_text, info, set_info, update_info
+from autopar.program import (
+    Joint,
+    NodeInfo,
+    Phases,
+    Program,
+    call_text,
+    info,
+    set_info,
+    shares_memory,
+    update_info,
+)
 from autopar.sizes import Size, at_probe
 
 __all__ = ["Differentiate"]
 
 aten = torch.ops.aten
+
+
+Repeat = Callable[[Joint], set[fx.Node]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +66,14 @@ class Differentiate:
         gradients: false for a forward-only program.
         traces: traces of calls, shared between the places of one compilation.
         roots: results whose gradients come in; by default the loss, or all without one.
+        repeat: chooses forward calls to compute once more in the backward graph.
     """
 
     device: str = "cpu"
     gradients: bool = True
     traces: Traces = field(default_factory=Traces)
     roots: tuple[int, ...] | None = None
+    repeat: Repeat = lambda joint: set()
     name: str = "differentiate"
 
     def run(self, program: Program) -> Phases:
@@ -67,7 +81,8 @@ class Differentiate:
         wanted = [s for s in program.states if s.requires_grad and self.gradients]
         roots = list(self.roots) if self.roots is not None else _roots(program)
         roots = roots if wanted else []
-        return _Stringing(program, self.device, self.traces, roots).run([s.node for s in wanted])
+        stringing = _Stringing(program, self.device, self.traces, roots, self.repeat)
+        return stringing.run([s.node for s in wanted])
 
 
 def _roots(program: Program) -> list[int]:
@@ -92,8 +107,11 @@ class _Pending:
 class _Stringing:
     """Strings the traces of all calls together into one joint graph and parts it."""
 
-    def __init__(self, program: Program, device: str, traces: Traces, roots: list[int]) -> None:
+    def __init__(
+        self, program: Program, device: str, traces: Traces, roots: list[int], repeat: Repeat
+    ) -> None:
         self.program, self.device, self.traces, self.roots = program, device, traces, roots
+        self.repeat = repeat
         self.graph = fx.Graph()
         self.fakes: dict[fx.Node, Any] = {}  # SPMD node -> fake value, or list of them
         self.probes: dict[fx.Node, Any] = {}  # the same with primes in place of uneven pieces
@@ -311,10 +329,11 @@ class _Stringing:
         inputs = [n for n in nodes if n.op == "placeholder" and n not in tangents]
         forward |= set(inputs)
         rest = [n for n in calls if n not in forward and n in needed]
-        again = _again(calls, forward)
+        ends = [g for g in gradients if g is not None]
+        again = _again(calls, forward, self.repeat(Joint(self.graph, forward, rest, ends)))
         saved: dict[fx.Node, None] = {}
         stack = [n for node in reversed(rest) for n in reversed(node.all_input_nodes)]
-        stack = [g for g in gradients if g is not None][::-1] + stack
+        stack = ends[::-1] + stack
         seen: set[fx.Node] = set()
         while stack:
             node = stack.pop()
@@ -375,13 +394,16 @@ def _source(node: fx.Node) -> tuple[fx.Node, int]:
     return node, 0
 
 
-def _again(calls: list[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
-    """Forward calls to compute once more in the backward graph: those marked, and views of them."""
+def _again(calls: list[fx.Node], forward: set[fx.Node], chosen: set[fx.Node]) -> set[fx.Node]:
+    """Forward calls to compute once more in the backward graph.
+
+    Those chosen, those marked, and views of them.
+    """
     found: set[fx.Node] = set()
     for node in calls:
         operands = node.all_input_nodes
         view = operands and found.issuperset(operands) and shares_memory(node)
-        if node in forward and (info(node).again or view):
+        if node in forward and (node in chosen or info(node).again or view):
             found.add(node)
     return found
 

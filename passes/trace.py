@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.collectives import ops
 from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
+from autopar.program import shares_memory
 from autopar.sizes import Sizes, at_place, has_sizes
 
-__all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "ancestors", "fake_like", "shares_memory"]
+__all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "ancestors", "fake_like"]
 
 aten = torch.ops.aten
-TRANSPARENT = (aten.detach.default, aten.alias.default, torch.ops.autopar.vary.default)
+TRANSPARENT = (aten.detach.default, aten.alias.default, ops.vary.default)
 """Calls that give back their operand."""
 
 
@@ -321,12 +323,6 @@ def _without_writes(graph: fx.Graph) -> None:
 def _writes(node: fx.Node) -> bool:
     schema = schema_of(node.target)
     return schema is not None and bool(schema.is_mutable)
-
-
-def shares_memory(node: fx.Node) -> bool:
-    """Whether the result of a call shares memory with an operand."""
-    schema = schema_of(node.target)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _check_writes(request: Request, trace: Trace) -> None:

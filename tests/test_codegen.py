@@ -147,17 +147,23 @@ class Comm:
         return run
 
 
-def history(phases: Phases, rolled: bool) -> list[tuple[str, int]]:
-    """Each operation of forward and backward with the bytes held after it."""
+def history(
+    phases: Phases, rolled: bool, place: str = "meta", keep: bool = False
+) -> list[tuple[str, int]]:
+    """Each operation of forward and backward with the bytes held after it.
+
+    Args:
+        keep: whether the caller holds the inputs too, not the parameters alone.
+    """
     code = load(generate(phases, "", rolled=rolled), f"<meter {rolled}>")
-    device = torch.device("meta")
+    device = torch.device(place)
 
     def new(node: fx.Node) -> Tensor:
         val = node.meta["val"]
-        return torch.empty(val.shape, dtype=val.dtype, device=device)
+        return torch.zeros(val.shape, dtype=val.dtype, device=device)
 
     values = [new(n) for n in phases.forward.graph.nodes if n.op == "placeholder"]
-    params = values[: len(phases.program.states)]  # the caller holds them anyway
+    params = values[: None if keep else len(phases.program.states)]  # the caller holds them
     meter = Meter()
     for tensor in values:
         meter.watch(tensor)

@@ -18,7 +18,7 @@ from torch.func import functional_call
 import autopar
 from autopar.collectives import collective_of, members_of
 from autopar.errors import InputError
-from autopar.passes.trace import shares_memory
+from autopar.program import shares_memory
 from autopar.verification import Trace, run_eager, run_virtual
 
 __all__ = ["one_thread"]  # the fixture

@@ -22,7 +22,7 @@ ORDER = [
     {"program"},
     {"collectives", "rules", "text"},
     {"arguments", "roll"},
-    {"cost", "check", "expression", "mistakes", "source", "static"},
+    {"cost", "check", "expression", "memory", "mistakes", "source", "static"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
     {"loop"},

@@ -96,6 +96,14 @@ class Executor:
         apply: Any = _Step.apply
         return list(apply(self, values, *leaves))
 
+    def at_step(self, step: int, function: Callable[..., Any], values: list[Any]) -> Any:
+        """Run generated code with the random numbers of a step, perhaps an earlier one."""
+        now, self.comm.step = self.comm.step, step
+        try:
+            return function(self.comm, self.device, values)
+        finally:
+            self.comm.step = now
+
     def grown(self, roots: Iterable[int]) -> Code:
         """Code for the present roots and these too."""
         wanted = tuple(sorted({*self.code.roots, *roots}))
@@ -133,12 +141,7 @@ class _Again:
                     expected="the parameters and inputs of the call, as they were",
                     hint="call backward before optimizer.step()",
                 )
-        comm, step = executor.comm, executor.comm.step
-        comm.step = self._step  # the same random numbers
-        try:
-            return code.forward(comm, executor.device, list(self._values))
-        finally:
-            comm.step = step
+        return executor.at_step(self._step, code.forward, list(self._values))
 
 
 class _Step(torch.autograd.Function):
@@ -147,6 +150,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, executor: Executor, values: list[Tensor], *leaves: Tensor) -> Any:
         ctx.executor, ctx.code, ctx.again = executor, executor.code, None
+        ctx.step = executor.comm.step
         more = executor.more
         if more is not None and not more.carrying <= set(executor.code.roots):
             ctx.again = _Again(more, executor.comm.step, values)
@@ -182,6 +186,6 @@ class _Step(torch.autograd.Function):
                 g = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(g.contiguous())
         assert code.backward is not None, "only training programs are differentiated"
-        local = code.backward(executor.comm, executor.device, [*saved, *tangents])
+        local = executor.at_step(ctx.step, code.backward, [*saved, *tangents])
         wrapped = (None if g is None else executor.wrap(i, g) for i, g in enumerate(local))
         return (None, None, *wrapped)
