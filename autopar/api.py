@@ -17,9 +17,10 @@ from autopar.check import check_annotated, check_global, check_spmd
 from autopar.compat import FakeTensorMode
 from autopar.compiled import Compiled, uneven_atoms
 from autopar.errors import InputError, PlanError, RuleError, VerificationError
-from autopar.layout import DATA_AXES, Layout, Mesh
+from autopar.layout import DATA_AXES, MICRO, Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.module import ParallelModule
+from autopar.passes.accumulate import accumulate
 from autopar.passes.bucket import Bucket
 from autopar.passes.cast import Cast, narrowed
 from autopar.passes.differentiate import Differentiate
@@ -64,8 +65,13 @@ class Options:
     zero: int | None = None
     precision: str | None = None
     remat: str | int = "none"
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise InputError(
+                f"accumulate={self.accumulate!r}", expected="a number of microbatches, 1 or more"
+            )
         budget = type(self.remat) is int
         if budget and int(self.remat) <= 0:
             raise InputError(f"remat={self.remat} bytes", expected="a positive number of bytes")
@@ -123,6 +129,8 @@ def parallelize(
             what is cheap, no products and no collectives; "full": repeated blocks but for what
             goes from one to the next; or the bytes that a step may hold on a rank beside states
             and inputs: then as little as fits.
+        accumulate: number of microbatches that a training call is split into. The result is that of
+            the whole batch: the call runs forward and backward of each, and reduces once.
 
     Raises:
         MeshError: mesh and world size differ, or the mesh text is wrong.
@@ -199,6 +207,8 @@ def _compile(
     kept: dict[str, torch.dtype] = {}
     if options.precision is not None:
         bones, arguments, kept = narrowed(bones, arguments, NARROW[options.precision])
+    if options.accumulate > 1 and grad:
+        mesh = Mesh((*mesh.axes, (MICRO, options.accumulate)))
     program = capture(bones, arguments, mesh, loss=options.loss, known=is_normalized)
     check_global(program, "capture")
     program = Cast(kept).run(program)
@@ -224,6 +234,9 @@ def _compile(
     differentiate = Differentiate(device, gradients=grad, traces=traces)
     compiled.remat, phases = _differentiated(lowered, differentiate, options.remat)
     _bind(compiled, phases)
+    if MICRO in mesh.names:
+        again = replace(differentiate, repeat=compiled.remat.choose)
+        compiled.accumulation = accumulate(again.run(lowered))
     _check_held(compiled, held)
     return compiled
 
@@ -332,6 +345,8 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
                     f"'{mesh}' does not have.",
                     expected=f"one of {', '.join(mesh.names)}",
                 )
+        if MICRO in mesh.names:
+            chosen = [*chosen, Data(MICRO, options.batch_dims)]
         return chosen if options.zero is None else [*chosen, *_zero(mesh, options)]
     made: list[Any] = []
     for axis in mesh.names:

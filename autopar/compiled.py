@@ -10,14 +10,16 @@ from typing import Any
 
 from torch import fx
 
-from autopar.codegen import Functions, generate, load
+from autopar.codegen import Functions, generate, generate_parts, load, load_parts
 from autopar.collectives import collective_of, moved_bytes
 from autopar.errors import InputError
 from autopar.layout import Atom
 from autopar.memory import peak_bytes, saved_bytes
+from autopar.passes.accumulate import Accumulation
 from autopar.passes.merge import place_phases
 from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
+from autopar.runtime.microbatches import Step
 from autopar.sizes import Sizes
 from autopar.strategies.remat import Remat
 from autopar.text import show
@@ -42,8 +44,9 @@ def uneven_atoms(program: Program) -> tuple[Atom, ...]:
                     k = 1
                     for axis in atom.axes:
                         k *= program.mesh.sizes[axis]
-                    if atom.size % k:
-                        found[atom] = None
+                    if atom.size % k:  # and as it is when the inner axes are gathered
+                        for i in range(len(atom.axes)):
+                            found[Atom(atom.size, atom.axes[: i + 1])] = None
     return tuple(found)
 
 
@@ -59,6 +62,7 @@ class Compiled:
             Without, each place runs its own.
         sizes: those, if there are any.
         remat: what is computed again in the backward pass.
+        accumulation: the same program over microbatches, which are an axis of its mesh.
         decisions: what strategies chose for each call of the captured graph.
     """
 
@@ -70,6 +74,7 @@ class Compiled:
     shared: Phases | None = None
     sizes: Sizes | None = None
     remat: Remat = Remat()
+    accumulation: Accumulation | None = None
 
     def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Local sizes of the uneven atoms at `coordinate`."""
@@ -99,15 +104,31 @@ class Compiled:
     def functions(self) -> dict[tuple[int, ...], Functions]:
         """The generated functions that the ranks of each place run: the same for all."""
         if self.shared is not None:
-            found = load(self.code(), f"<virtual {self.title}>")
+            found = load(generate(self.shared, self.title), f"<virtual {self.title}>")
             return dict.fromkeys(self.phases, found)
         return {
             key: load(generate(phases, self.title), f"<virtual {self.title} {key}>")
             for key, phases in self.phases.items()
         }
 
+    def step(self) -> Step:
+        """The generated functions of a step over microbatches."""
+        found = self.accumulation
+        assert found is not None, "only with accumulate="
+        parts = {name: getattr(found, name) for name in ("count", "start", "body", "end", "finish")}
+        return Step(
+            functions=load_parts(self.code(), f"<microbatches of {self.title}>"),
+            takes={name: part.takes for name, part in parts.items()},
+            gives={name: part.gives for name, part in parts.items()},
+            counted=found.counted, summed=found.summed, placed=found.placed,
+            results=found.results, cut=found.cut, tangent=found.tangent, loss=found.loss,
+            scaling=found.scaling,
+        )  # fmt: skip
+
     def code(self, rank: int = 0) -> str:
         """The generated Python of `rank`: the same for all."""
+        if self.accumulation is not None:
+            return generate_parts(self.accumulation, self.annotated, self.title)
         return generate(self.of(rank) if self.shared is None else self.shared, self.title)
 
     def graph(self, phase: str = "forward", rank: int = 0) -> fx.GraphModule:

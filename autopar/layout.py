@@ -17,9 +17,12 @@ from functools import cached_property, lru_cache
 
 from autopar.errors import MeshError
 
-__all__ = ["DATA_AXES", "Atom", "Layout", "Mesh", "chunk_sizes", "mesh", "replicated"]
+__all__ = ["DATA_AXES", "MICRO", "Atom", "Layout", "Mesh", "chunk_sizes", "mesh", "replicated"]
 
-DATA_AXES = ("dp", "fsdp")
+MICRO = "micro"
+"""The axis of microbatches, which lies in time: the last one, where a step has it."""
+
+DATA_AXES = ("dp", "fsdp", MICRO)
 """Mesh axes that cut the batch."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,12 @@ from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
-from autopar.layout import Layout, Mesh
+from autopar.layout import MICRO, Layout, Mesh
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
 from autopar.program import State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, announce, connect
 from autopar.runtime.executor import Code, Executor, More
+from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import piece
 from autopar.source import Source
 
@@ -49,7 +51,7 @@ class _Entry:
     """One compiled call shape on this rank."""
 
     compiled: Compiled
-    executor: Executor
+    executor: Executor | Microbatches
     inputs: list[Layout]
     states: list[State]
     gradients: Sequence[str]
@@ -135,6 +137,15 @@ class ParallelModule(nn.Module):
         """Placements and traffic as text, see `Compiled.explain`."""
         return self.compiled.explain()
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops written for DistributedDataParallel: gradients add up over calls anyway.
+
+        Each backward pass reduces its gradients, inside too, so every sum is exact; to reduce once
+        for several microbatches, pass `accumulate=` to `parallelize`.
+        """
+        yield
+
     # --- running it ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +226,6 @@ class ParallelModule(nn.Module):
         whole = self._batch.whole(arguments, rows, self._mode)
         compiled = self._compile_step(bones, whole, grad, self._held)
         phases = compiled.of(self._comm.rank)
-        code = self._code(compiled)
         if grad and phases.gradients and not any(o.is_loss for o in phases.program.outputs):
             self._hint_loss()
         states = list(phases.program.states)
@@ -229,11 +239,18 @@ class ParallelModule(nn.Module):
         def wrap(i: int, g: Tensor) -> Tensor:
             return g if alone else wrap_like(g, params[i])
 
-        more = self._more(compiled)
-        executor = Executor(code, wrap, self._comm, self._device, more)
-        layouts = [i.layout for i in phases.program.inputs]
-        assert all(x is not None for x in layouts), "lowering places every input"
-        return _Entry(compiled, executor, layouts, states, phases.gradients, signature)  # type: ignore
+        layouts = [i.layout for i in phases.program.inputs if i.layout is not None]
+        executor: Executor | Microbatches
+        if compiled.accumulation is not None:
+            whole_mesh, placed = compiled.annotated.mesh, [*[None] * len(states), *layouts]
+            executor = Microbatches(
+                compiled.step(), whole_mesh, placed, wrap, self._comm, self._device
+            )
+            layouts = [x.without(MICRO) for x in layouts]
+        else:
+            code, more = self._code(compiled), self._more(compiled)
+            executor = Executor(code, wrap, self._comm, self._device, more)
+        return _Entry(compiled, executor, layouts, states, phases.gradients, signature)
 
     def _find_homes(self, entry: _Entry) -> None:
         """Look up which sub-modules hold the states, where one may have been replaced."""
@@ -320,9 +337,10 @@ class ParallelModule(nn.Module):
                 leaves.append(out.constant)
                 continue
             value = results[out.index]
-            if out.layout is not None and out.layout.sharded:
+            layout = None if out.layout is None else out.layout.without(MICRO)
+            if layout is not None and layout.sharded:
                 if has_loss:
-                    value = self._placer.dtensor(value, out.layout)
+                    value = self._placer.dtensor(value, layout)
                 else:
                     _own_rows(value, rows)
             leaves.append(value)

@@ -120,12 +120,13 @@ class Sizes:
 
     def probed(self, value: Any) -> Any:
         """Nested arguments in the trace with primes; of a list of pieces only the sum counts."""
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Size) for v in value):
-            tables = any(isinstance(v, Size) and v.probe is None for v in value)
-            if tables:
-                rows = [at_place(value, k) for k in range(len(self.places))]
-                total = at_probe(self.of([sum(row) for row in rows]))
-                return [total, *([0] * (len(value) - 1))]
+        tables = isinstance(value, (list, tuple)) and any(
+            isinstance(v, Size) and v.probe is None for v in value
+        )
+        if tables and all(isinstance(v, (int, Size)) for v in value):
+            rows = [at_place(value, k) for k in range(len(self.places))]
+            total = at_probe(self.of([sum(row) for row in rows]))
+            return [total, *([0] * (len(value) - 1))]
         if isinstance(value, (list, tuple)):
             return type(value)(self.probed(v) for v in value)
         if isinstance(value, dict):

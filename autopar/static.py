@@ -85,6 +85,8 @@ def _entries(nodes: Iterable[fx.Node]) -> list[tuple[_Entry, bool]]:
 def _entry(name: str, args: tuple[Any, ...], operand: Any, node: fx.Node) -> _Entry:
     val = operand.meta.get("val")
     shape = () if val is None else tuple(int(n) for n in val.shape)
+    if len(args) > 4 and args[2] == 0:  # nothing is cut: any length will do
+        args = (*args[:4], 0, *args[5:])
     dtype = "?" if val is None else _dtype(val)
     return _Entry(name, args, shape, dtype, call_text(node))
 

@@ -18,11 +18,12 @@ from autopar.check import spmd_problems
 from autopar.compat import pytree
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
-from autopar.layout import Mesh
+from autopar.layout import MICRO, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
 from autopar.runtime import Communicator, VirtualWorld
 from autopar.runtime.executor import Code, Executor
+from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import assemble, piece
 from autopar.static import check_phases, check_ranks, count_collectives
 
@@ -276,7 +277,8 @@ def run_virtual(
     timeout_s: float = 60.0,
 ) -> Trace:
     """The generated programs of all ranks, each in a thread of this process."""
-    mesh = compiled.annotated.mesh
+    full = compiled.annotated.mesh
+    mesh = Mesh(tuple((a, n) for a, n in full.axes if a != MICRO))
     whole = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -284,28 +286,35 @@ def run_virtual(
     }
     args, kwargs = as_call(example_inputs)
     tensors = bind_arguments(args, kwargs).tensors
-    functions = compiled.functions()
+    step = compiled.step() if compiled.accumulation is not None else None
+    functions = compiled.functions() if step is None else {}
 
     def body(comm: Communicator) -> list[dict[str, Any]]:
         comm.seed = seed
-        key = compiled.signature(comm.coordinate)
-        phases, code = compiled.phases[key], functions[key]
+        key = compiled.signature({**dict.fromkeys(full.names, 0), **comm.coordinate})
+        phases = compiled.phases[key]
         program = phases.program
         local = {
             s.name: piece(whole[s.name].detach(), s.layout, mesh, comm.coordinate).clone()  # type: ignore[arg-type]
             for s in program.states
         }
         inputs = [
-            piece(t, i.layout, mesh, comm.coordinate)  # type: ignore[arg-type]
+            piece(t, i.layout.without(MICRO), mesh, comm.coordinate)  # type: ignore[union-attr]
             for t, i in zip(tensors, program.inputs, strict=True)
         ]
         params = {n: local[n].requires_grad_(True) for n in phases.gradients}
         opt = make(list(params.values()))
-        bound = Code(code.forward, code.backward, phases.roots)
-        executor = Executor(bound, lambda i, g: g, comm, tensors[0].device)
+        executor: Executor | Microbatches
+        if step is not None:
+            placed = [*[None] * len(program.states), *(i.layout for i in program.inputs)]
+            executor = Microbatches(step, full, placed, _plain, comm, tensors[0].device)
+        else:
+            code = functions[key]
+            bound = Code(code.forward, code.backward, phases.roots)
+            executor = Executor(bound, _plain, comm, tensors[0].device)
         rows = []
-        for step in range(steps):
-            comm.step = step + 1
+        for turn in range(steps):
+            comm.step = turn + 1
             opt.zero_grad()
             values = [local[s.name].detach() for s in program.states]
             results = executor.run([*values, *inputs], list(params.values()))
@@ -328,6 +337,10 @@ def run_virtual(
     return _assembled(compiled, ranks, steps)
 
 
+def _plain(_: int, gradient: Tensor) -> Tensor:
+    return gradient
+
+
 def _loss(results: list[Tensor], phases: Phases) -> Tensor:
     losses = [o.index for o in phases.program.outputs if o.is_loss]
     if losses:
@@ -337,7 +350,7 @@ def _loss(results: list[Tensor], phases: Phases) -> Tensor:
 
 def _assembled(compiled: Compiled, ranks: list[Any], steps: int) -> Trace:
     """Whole tensors from all ranks' pieces; copies on different ranks must agree exactly."""
-    mesh = compiled.annotated.mesh
+    mesh = Mesh(tuple((a, n) for a, n in compiled.annotated.mesh.axes if a != MICRO))
     states = {s.name: s for s in compiled.of_any().program.states}
     trace = Trace()
 

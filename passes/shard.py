@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from autopar.collectives import ops
 from autopar.errors import PlanError
-from autopar.layout import Layout, Mesh, chunk_sizes
+from autopar.layout import MICRO, Layout, Mesh, chunk_sizes
 from autopar.passes.cast import is_cast_state
 from autopar.program import (
     NodeInfo,
@@ -284,7 +284,7 @@ class _Lowering:
             after = _marked(current.without(axis), axis, "V" if varies else "R")
             node = self.cut_step(value, node, name, axis, current, after)
             current = after
-        for axis in names:
+        for axis in sorted(names, key=lambda a: a != MICRO):  # microbatches first, then ranks
             goal = want.kind(axis)
             if current.kind(axis) == "P" and goal in ("R", "V"):
                 reduction = current.reduction(axis)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from autopar.layout import Layout, Mesh, chunk_sizes
 
-__all__ = ["assemble", "piece"]
+__all__ = ["assemble", "cut_of", "piece"]
 
 
 def _ranges(layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -37,6 +38,19 @@ def piece(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, i
     for i, (start, n) in enumerate(_ranges(layout, mesh, coordinate)):
         view = view.narrow(i, start, n)
     return view.reshape(layout.local_shape(mesh, coordinate))
+
+
+def cut_of(
+    layout: Layout, axis: str, mesh: Mesh, coordinate: Mapping[str, int]
+) -> tuple[int, int, int, int]:
+    """(dim, outer, inner, n): `axis` cuts n elements of a dim, between outer and inner ones."""
+    d, i = layout.sharded[axis]
+    sizes = [a.local_sizes(mesh, coordinate) for a in layout.dims[d]]
+    atom = layout.dims[d][i]
+    n = atom.size
+    for before in atom.axes[: atom.axes.index(axis)]:
+        n = chunk_sizes(n, mesh.sizes[before])[coordinate[before]]
+    return d, math.prod(sizes[:i]), math.prod(sizes[i + 1 :]), n
 
 
 def assemble(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:

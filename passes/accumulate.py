@@ -1,0 +1,286 @@
+"""Microbatches: run a program once for each of several parts of the batch, and reduce once.
+
+The parts are an axis of the mesh like any other, `MICRO`, which lies in time: what differs along it
+runs in a loop, a sum over it is added up, and the rest runs once. So counts are those of the whole
+batch, and what would mix rows of different parts is seen as a collective where none may stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.collectives import collective_of, ops
+from autopar.errors import PlanError
+from autopar.layout import MICRO
+from autopar.passes.bucket import Bucket
+from autopar.program import Phases, call_text, info, shares_memory
+from autopar.roll import leaves
+from autopar.sizes import Size
+
+__all__ = ["Accumulation", "Part", "accumulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One function: a graph, and the names of the values that it takes and gives."""
+
+    graph: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A sum over microbatches, or values of all of them side by side.
+
+    Args:
+        operand, result: names.
+        how: "sum", "max", "min" or "gather".
+        dim, outer: of a gather, where the pieces lie in the dim.
+    """
+
+    operand: str
+    result: str
+    how: str
+    dim: int = 0
+    outer: int | Size = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """A step over microbatches.
+
+    Args:
+        count: once for each microbatch, before all else: what the whole batch is counted by.
+        start: once: what does not differ between microbatches.
+        body: once for each: forward, and backward with a gradient of 1 at the loss.
+        end: once: results.
+        finish: once, in the backward pass: gradients.
+        counted, summed: the sums over microbatches after `count` and after `body`.
+        placed: name of each state and input, in order.
+        results: name of each result, in order.
+        cut: of each result that differs between microbatches, the dim that they cut.
+        tangent: name of the gradient of the loss, and its dtype.
+        loss: which result the loss is.
+        scaling: results of sums that are linear in the gradient of the loss.
+    """
+
+    count: Part
+    start: Part
+    body: Part
+    end: Part
+    finish: Part
+    counted: tuple[Join, ...]
+    summed: tuple[Join, ...]
+    placed: tuple[str, ...]
+    results: tuple[str, ...]
+    cut: dict[str, int]
+    tangent: tuple[str, torch.dtype]
+    loss: int
+    scaling: frozenset[str]
+
+
+def accumulate(phases: Phases) -> Accumulation:
+    """Take a differentiated program apart at its sums over the axis `MICRO`.
+
+    Raises:
+        PlanError: rows of different microbatches are mixed, or there is no loss.
+    """
+    if len(phases.roots) != 1 or not any(o.is_loss for o in phases.program.outputs):
+        raise PlanError(
+            "accumulate= needs the loss inside the program, and one parameter with a gradient.",
+            hint="pass loss=fn to parallelize and call model(x, targets=y)",
+        )
+    return _Split(phases).run()
+
+
+_JOINS = (
+    ops.all_reduce.default, ops.all_gather.default, ops.all_gather_replicated.default,
+)  # fmt: skip
+
+
+class _Split:
+    def __init__(self, phases: Phases) -> None:
+        self.phases = phases
+        self.graph, self.results, self.gradients, self.tangents = _inlined(phases)
+        nodes = list(self.graph.nodes)
+        self.inputs = [n for n in nodes if n.op == "placeholder"]
+        self.sums = [n for n in nodes if _is_sum(n)]
+        self.varying: set[fx.Node] = set()
+        self.sources: dict[fx.Node, set[fx.Node]] = {}  # the sums that a value is computed from
+        self.linear = set(self.tangents)  # what is computed from the gradient of the loss
+        for node in nodes:
+            self.note(node)
+        again = {n.name for n in phases.program.graph.graph.nodes if info(n).again}
+        self.inline = {n for n in nodes if info(n).again or info(n).origin in again}  # not held
+
+    def note(self, node: fx.Node) -> None:
+        """Whether a value differs between microbatches, and which sums over them it needs."""
+        operands = node.all_input_nodes
+        direct = [{n} if _is_sum(n) else self.sources[n] for n in operands]
+        self.sources[node] = set().union(*direct)
+        if self.linear.intersection(operands):
+            self.linear.add(node)
+        if _is_sum(node):
+            return
+        row = collective_of(node)
+        if row is not None and row.factor and node.args[1] == MICRO:  # neither sum nor gather
+            raise self.mixed(node)
+        layout = next(iter(info(node).layouts), None)
+        drawn = node.target in (ops.uniform.default, ops.keep_mask.default)
+        cut = layout is not None and MICRO in layout.sharded and (drawn or not operands)
+        moved = row is not None and node.args[1] == MICRO and row.name in ("shard", "cut", "pad")
+        moved = moved or (node.target is ops.shift.default and node.args[1] == MICRO)
+        sized = [*leaves((node.args, node.kwargs)), *leaves(info(node).shapes)]
+        sizes = any(isinstance(s, Size) and f'"{MICRO}"' in s.text for s in sized)
+        if cut or moved or sizes or any(n in self.varying for n in operands):
+            self.varying.add(node)
+
+    def mixed(self, node: fx.Node) -> PlanError:
+        """Rows of different microbatches meet in a call."""
+        by_name = {n.name: n for n in self.phases.program.graph.graph.nodes}
+        culprit = by_name.get(info(node).origin, node)
+        while collective_of(culprit) is not None and culprit.users:
+            culprit = next(iter(culprit.users))
+        return PlanError(
+            "Rows of different microbatches meet before the loss, so the batch cannot be split.",
+            where=call_text(culprit),
+            expected="a loss that is a sum over rows, divided by counts",
+            hint="leave out accumulate=, or take the batch-wide part (batch norm in training, a "
+            "contrastive loss) out of the model",
+        )
+
+    def run(self) -> Accumulation:
+        needed = _ancestors([*self.results, *self.gradients], ())
+        used = set().union(*(self.sources[n] for n in self.varying & needed))
+        counted = [s for s in self.sums if s in used]
+        for node in counted:
+            if self.sources[node]:
+                raise self.mixed(node)
+        summed = [s for s in self.sums if s in needed and s not in used]
+        cut = {n.name: self.dim(n) for n in self.results if n in self.varying}
+        ends = [n for n in self.results if n not in self.varying]
+        inner = [n for n in self.results if n in self.varying]
+        body = [*(s.args[0] for s in summed), *inner]
+        once = self.once(body, counted)
+        known = [*self.inputs, *self.sums]
+        return Accumulation(
+            count=self.part([s.args[0] for s in counted], self.inputs),
+            start=self.part(once, [*self.inputs, *counted]),
+            body=self.part(body, [*self.inputs, *counted, *once], reductions=True),
+            end=self.part(ends, known),
+            finish=self.part(self.gradients, known, reductions=True),
+            counted=tuple(map(_join, counted)),
+            summed=tuple(map(_join, summed)),
+            placed=tuple(n.name for n in self.inputs if n not in self.tangents),
+            results=tuple(n.name for n in self.results),
+            cut=cut,
+            tangent=(self.tangents[0].name, self.tangents[0].meta["val"].dtype),
+            loss=self.phases.roots[0],
+            scaling=frozenset(s.name for s in self.sums if s in self.linear),
+        )
+
+    def once(self, body: Iterable[Any], counted: Sequence[fx.Node]) -> list[fx.Node]:
+        """The calls outside the loop whose values it takes; views are made within."""
+        inside = [n for n in _ancestors(body, [*counted, *self.inputs]) if n in self.varying]
+        found: dict[fx.Node, None] = {}
+        stack = [n for node in inside for n in node.all_input_nodes]
+        while stack:
+            node = stack.pop()
+            if node.op != "call_function" or node in self.varying or node in counted:
+                continue
+            if node in self.inline or shares_memory(node) or _many(node):
+                stack.extend(node.all_input_nodes)
+            else:
+                found[node] = None
+        return list(found)
+
+    def dim(self, node: fx.Node) -> int:
+        """The dim of a result that microbatches cut."""
+        layout = info(node).layouts[0]
+        if MICRO not in layout.sharded:
+            raise self.mixed(node)
+        return layout.sharded[MICRO][0]
+
+    def part(
+        self, outputs: Sequence[Any], known: Sequence[fx.Node], reductions: bool = False
+    ) -> Part:
+        """The function that computes values from known ones."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        needed = _ancestors(outputs, known)
+        stops = set(known)
+        for node in self.graph.nodes:
+            if node not in needed:
+                continue
+            if node in stops:
+                mapping[node] = graph.placeholder(node.name)
+            else:
+                mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            mapping[node].meta = dict(node.meta)
+        inputs = [n for n, new in mapping.items() if new.op == "placeholder"]
+        graph.output(tuple(mapping[o] if o is not None else None for o in outputs))
+        bucket = Bucket()
+        bucket.gathers(graph)
+        if reductions:
+            bucket.reductions(graph)
+        names = tuple("" if o is None else o.name for o in outputs)
+        return Part(fx.GraphModule(nn.Module(), graph), tuple(n.name for n in inputs), names)
+
+
+def _join(node: fx.Node) -> Join:
+    operand: Any = node.args[0]
+    if node.target is ops.all_reduce.default:
+        return Join(operand.name, node.name, str(node.args[2]))
+    _, _, dim, outer, *_ = node.args
+    return Join(operand.name, node.name, "gather", dim, outer)  # type: ignore[arg-type]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a call joins what microbatches give, so that the result is the same for all."""
+    return node.target in _JOINS and node.args[1] == MICRO
+
+
+def _many(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _ancestors(nodes: Iterable[Any], stops: Iterable[fx.Node]) -> set[fx.Node]:
+    """What values are computed from, up to `stops`, which belong to it."""
+    ends, seen = set(stops), set()
+    stack = [n for n in nodes if n is not None]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _inlined(
+    phases: Phases,
+) -> tuple[fx.Graph, list[fx.Node], list[fx.Node | None], list[fx.Node]]:
+    """(graph, results, gradients, tangents): forward and backward in one."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+
+    def copy(source: fx.Graph) -> list[Any]:
+        for node in source.nodes:
+            if node.op != "output" and node not in mapping:
+                mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+                mapping[node].meta = dict(node.meta)
+        return [mapping.get(o) for o in source.output_node().args[0]]  # type: ignore
+
+    outputs = copy(phases.forward.graph)
+    results, saved = outputs[: phases.n_results], outputs[phases.n_results :]
+    taken = [n for n in phases.backward.graph.nodes if n.op == "placeholder"]
+    mapping.update(zip(taken, saved, strict=False))
+    gradients = copy(phases.backward.graph)
+    tangents = [mapping[n] for n in taken[len(saved) :]]
+    return graph, results, gradients, tangents

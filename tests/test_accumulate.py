@@ -1,0 +1,154 @@
+"""A call split into microbatches equals the whole batch, and reduces once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import KINDS, make
+from pool import Pool
+from test_equality import DROPOUT, equal, one_thread
+from test_processes import CASTS, agree, loss_of, report, sgd, train
+from torch import nn
+
+import autopar
+from autopar.collectives import collective_of
+from autopar.errors import AutoparError, BatchError, InputError, PlanError
+
+__all__ = ["one_thread"]  # the fixture
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+ROWS = (
+    "bert",
+    "gpt2",
+    "llama",
+    "t5",
+    "vit",
+    *(k for k in KINDS if k not in ("waves", "recommender")),
+)
+"""Models whose loss is a sum over rows divided by counts."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "count", "options"),
+    [
+        ("dp=2", 7, 3, {}),  # 4 and 3 rows; microbatches of 2, 2, 0 and of 1, 1, 1
+        ("fsdp=2", 8, 4, {"remat": "full"}),
+        ("dp=1", 4, 1, {}),
+    ],
+)
+@pytest.mark.parametrize("name", ROWS)
+def test_step_is_that_of_the_whole_batch(
+    name: str, mesh: str, rows: int, count: int, options: dict[str, Any]
+) -> None:
+    equal(*make(name, rows, **DROPOUT.get(name, {})), mesh, accumulate=count, **options)
+
+
+@pytest.mark.parametrize("name", [n for n in ROWS if n != "encoder"])
+def test_step_is_exact_beside_tensor_parallelism(name: str) -> None:
+    equal(*make(name, 8), "dp=2, tp=2", accumulate=3, zero=1)
+
+
+def test_step_is_exact_in_mixed_precision() -> None:
+    model, inputs = make("gpt", 8)
+    autopar.verify(model, "fsdp=2", inputs, accumulate=2, precision="fp32").raise_if_failed()
+
+
+def moving(graph: Any, axis: str) -> list[str]:
+    rows = ((collective_of(n), n) for n in graph.graph.nodes)
+    return [row.name for row, n in rows if row is not None and row.factor and n.args[1] == axis]
+
+
+def test_gradients_are_reduced_once_for_all_microbatches() -> None:
+    model, inputs = make("gpt", 8)
+    found = autopar.compile(model, "dp=2", inputs, accumulate=4).accumulation
+    assert found is not None
+    assert not moving(found.count.graph, "dp") and not moving(found.body.graph, "dp")
+    assert moving(found.start.graph, "dp") == ["all_reduce"], "the count"
+    assert set(moving(found.finish.graph, "dp")) <= {"all_reduce_bucket", "all_reduce"}
+    held = [n for n in found.count.graph.graph.nodes if n.op == "placeholder"]
+    assert len(held) == 1, "labels are counted without the model"
+
+
+def test_parameters_are_gathered_once_in_the_first_stages() -> None:
+    model, inputs = make("gpt", 8)
+    for zero, where in ((1, "start"), (3, "body")):
+        found: Any = autopar.compile(model, "fsdp=2", inputs, accumulate=4, zero=zero).accumulation
+        gathers = {
+            part: sum("gather" in name for name in moving(getattr(found, part).graph, "fsdp"))
+            for part in ("start", "body")
+        }
+        assert gathers[where] and not gathers["body" if where == "start" else "start"], gathers
+
+
+@pytest.mark.parametrize(("name", "culprit"), [("resnet", "normalization"), ("waves", "norm1")])
+def test_batch_norm_is_refused_by_name(name: str, culprit: str) -> None:
+    model, inputs = make(name, 8)
+    with pytest.raises(PlanError, match=rf"microbatches meet(.|\n)*{culprit}"):
+        autopar.compile(model, "dp=2", inputs, accumulate=2)
+    equal(model.eval(), inputs, "dp=2", accumulate=2)  # its statistics stand still
+
+
+def test_contrastive_loss_is_refused_by_name() -> None:
+    model, inputs = make("recommender", 8)
+    with pytest.raises(PlanError, match=r"microbatches meet(.|\n)*matmul"):
+        autopar.compile(model, "dp=2", inputs, accumulate=2)
+
+
+def test_misuse_is_refused() -> None:
+    model, inputs = make("gpt", 4)
+    with pytest.raises(InputError, match="accumulate=0"):
+        autopar.compile(model, "dp=2", inputs, accumulate=0)
+    with pytest.raises(BatchError, match="4 rows cannot be spread over dp=2 x micro=3"):
+        autopar.compile(model, "dp=2", inputs, accumulate=3)
+    with pytest.raises(PlanError, match="needs the loss inside"):
+        autopar.compile(nn.Linear(4, 4), "dp=2", torch.randn(8, 4), accumulate=2)
+
+
+def test_loop_of_the_user_stays_as_it_is() -> None:
+    """Scaled losses, several calls before a step, evaluation, a second backward."""
+    model, inputs = make("gpt", 4)
+    x, y = inputs["x"], inputs["targets"]
+    alone = make("gpt", 4)[0]
+    (3 * alone(x, y)[1]).backward()
+    alone(x, y)[1].backward()
+    parallel = autopar.parallelize(model, "dp=1", accumulate=2)
+    logits, loss = parallel(x, y)
+    assert torch.allclose(logits, alone(x, y)[0], atol=1e-12)
+    (3 * loss).backward()
+    with pytest.raises(RuntimeError, match="backward was called twice"):
+        loss.backward()
+    parallel(x, y)[1].backward()
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-12), name
+    with torch.no_grad():
+        assert torch.allclose(parallel(x)[0], alone(x)[0], atol=1e-12)
+    with pytest.raises((RuntimeError, AutoparError)):
+        parallel(x, y)[0].sum().backward()  # only the loss carries a gradient
+
+
+def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> Any:
+    model, inputs = make(name, 8)
+    if options.get("batch") == "local":
+        cut = (0, 5) if rank == 0 else (5, 8)
+        inputs = {k: v[cut[0] : cut[1]] for k, v in inputs.items()}
+    parallel = autopar.parallelize(model, mesh, **options)
+    return report(rank, train(parallel, lambda m: loss_of(m(**inputs)), sgd))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("gpt2", "dp=2, tp=2", {"accumulate": 2}),
+        ("llama", "fsdp=2", {"accumulate": 4, "remat": "selective"}),
+        ("gpt", "dp=2", {"accumulate": 3, "batch": "local"}),
+    ],
+)
+def test_processes_equal_one_device(
+    name: str, mesh: str, options: dict[str, Any], pool: Pool
+) -> None:
+    ranks = pool.run(autopar.mesh(mesh).size, trains, name, mesh, options)
+    model, inputs = make(name, 8)
+    want = train(make(name, 8)[0], lambda m: loss_of(m(**inputs)), sgd)
+    agree(ranks, want, model, 1e-6 if name in CASTS else 1e-10)
