@@ -29,8 +29,12 @@ ORDER = [
     {"codegen"},
     {"compiled"},
     {"report", "mutation"},
+    {"elementwise"},
+    {"grouping"},
+    {"standins", "update"},
     {"optimizers"},
-    {"batch", "inductor", "parameters"},
+    {"tracing"},
+    {"batch", "clipping", "inductor", "parameters"},
     {"module"},
     {"api"},
     {"verification"},
@@ -41,6 +45,7 @@ INWARD = {"rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
 RUNTIME_USERS = {
     "batch",
+    "clipping",
     "inductor",
     "parameters",
     "module",
