@@ -253,11 +253,11 @@ def on_whole_tensors(optimizer: Any, reason: str) -> Iterator[None]:
 
 def refuse_random(optimizer: Any, why: NotElementwise) -> None:
     """Raise for an optimizer that draws random numbers, where ranks would draw different ones."""
-    if why.random and any(_is_cut(p) for _, _, p in _slots(optimizer)):
+    if why.random and any(hasattr(p, "full_tensor") for _, _, p in _slots(optimizer)):
         raise InputError(
-            f"{type(optimizer).__name__} cannot step parameters that are cut: {why.reason}.",
+            f"{type(optimizer).__name__} cannot step on several ranks: {why.reason}, which "
+            "would differ between copies and pieces of a parameter.",
             expected="an optimizer whose steps follow from gradients and state",
-            hint="keep the parameters whole: a mesh of dp axes without zero=3",
         ) from why
 
 

@@ -116,22 +116,21 @@ class Stepper:
         """
         if any(g.get("differentiable") for g in self.optimizer.param_groups):
             raise InputError("differentiable=True has no generated step.", hint="leave it out")
-        if not self.reason:
+        reason = self.reason
+        if not reason:
             try:
                 kinds, rest = self.recorded()
             except NotElementwise as error:
                 refuse_random(self.optimizer, error)
-                self.latest, self.reason = [], error.reason
+                self.latest, self.grouping, reason = [], Grouping(), error.reason
             else:
-                known, self.lists = self.lists, {}
-                if self.grouping.changed:
-                    known.clear()
-                self.latest = [(kind, self.run(kind, known)) for kind in kinds]
+                self.run_all(kinds)
                 rest()
                 self.grouping.release(self.optimizer)
                 return
-        with on_whole_tensors(self.optimizer, self.reason):
+        with on_whole_tensors(self.optimizer, reason):
             self.original(self.optimizer)
+        self.reason = reason  # now that it is not a mistake of the caller's, which raises as always
 
     def recorded(self) -> tuple[list[Kind], Callable[[], None]]:
         """The optimizer's own Python, run on stand-ins."""
@@ -146,6 +145,13 @@ class Stepper:
             return record(self.optimizer, self.original, groups, True, self.dtypes)
 
     # --- running a program ---------------------------------------------------------------------
+
+    def run_all(self, kinds: list[Kind]) -> None:
+        """Update all parameters."""
+        known, self.lists = self.lists, {}
+        if self.grouping.changed:
+            known.clear()
+        self.latest = [(kind, self.run(kind, known)) for kind in kinds]
 
     def run(self, kind: Kind, known: dict[tuple[Any, ...], _Lists]) -> Update:
         """Update the members of a kind and their state.
