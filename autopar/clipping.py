@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.compat import local_like
+from autopar.compat import foreach, local_like
 from autopar.errors import InputError
 from autopar.runtime import Communicator
 
 __all__ = ["clip_by_norm"]
-
-aten = torch.ops.aten
 
 
 def clip_by_norm(
@@ -64,7 +62,7 @@ def clip_by_norm(
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for dtype in {g.dtype for g in pieces}:
-        aten._foreach_mul_.Tensor([g for g in pieces if g.dtype == dtype], factor)
+        foreach.mul_([g for g in pieces if g.dtype == dtype], factor)
     return total
 
 
@@ -78,7 +76,7 @@ def _reduced(mine: list[Tensor], like: Tensor, comm: Communicator, p: float) -> 
     """The p-norm of all elements of all ranks, summed in float64 or wider than its terms."""
     value = torch.zeros((), dtype=torch.float64, device=like.device)
     if mine:
-        norms = [n.to(torch.float64) for n in aten._foreach_norm.Scalar(mine, p)]
+        norms = [n.to(torch.float64) for n in foreach.norm(mine, p)]
         value = torch.linalg.vector_norm(torch.stack(norms), p)
     if p == math.inf:
         for axis in comm.mesh.names:

@@ -24,6 +24,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "detect_fake_mode",
+    "foreach",
     "get_proxy_mode",
     "local_like",
     "local_of",
@@ -35,6 +36,22 @@ __all__ = [
     "versions_of",
     "wrap_like",
 ]
+
+
+class _Foreach:
+    """Operators on lists of tensors by their names in torch without the `_foreach_` in front.
+
+    torch's optimizers are built on them, and document them as theirs alone. As Python functions
+    they cost less than as `torch.ops.aten._foreach_*`, where each tensor of a list is converted.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, f"_foreach_{name}")
+        setattr(self, name, found)
+        return found
+
+
+foreach = _Foreach()
 
 
 def schema_of(target: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.compat import TorchDispatchMode, schema_of, storage_of
 
-__all__ = ["Arg", "AsksForShape", "Call", "NotElementwise", "Recorder", "Section", "Watch"]
+__all__ = ["Arg", "Asks", "Call", "Detail", "NotElementwise", "Recorder", "Section", "Watch"]
 
 aten = torch.ops.aten
 
@@ -37,8 +38,20 @@ class NotElementwise(Exception):
         self.reason, self.random = reason, random
 
 
-class AsksForShape(Exception):
-    """The optimizer asks for the shape of a stand-in that stands for several."""
+class Detail(IntEnum):
+    """How far an optimizer tells parameters apart, beside group, dtype and state."""
+
+    KIND = 0
+    SHAPE = 1  # it asks for shapes
+    EACH = 2  # it goes by the place of a parameter in its group, or by how many there are
+
+
+class Asks(Exception):
+    """The optimizer tells apart parameters for which there is one stand-in."""
+
+    def __init__(self, detail: Detail) -> None:
+        super().__init__(detail.name)
+        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,5 +328,5 @@ class Watch(TorchFunctionMode):
             name = func.__self__.__name__
         if name not in _SHAPELESS and _standins(args):
             self.found = True
-            raise AsksForShape
+            raise Asks(Detail.SHAPE)
         return out

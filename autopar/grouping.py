@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.compat import local_like, local_of
-from autopar.elementwise import NotElementwise
+from autopar.elementwise import Detail, NotElementwise
 
 __all__ = ["Grouping", "Groups", "Member"]
 
@@ -51,11 +51,11 @@ class Grouping:
     """Groups members, and knows from step to step whether that changed: most often not.
 
     Args:
-        by_shape: whether members of different shapes are told apart.
+        detail: what members are told apart by, beside dtype and state.
         changed: whether the latest grouping differs from the one before.
     """
 
-    by_shape: bool = False
+    detail: Detail = Detail.KIND
     changed: bool = True
     groups: Groups = field(default_factory=list)
     _params: list[list[Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Grouping:
         if self.changed:
             self._params = [list(group["params"]) for group in optimizer.param_groups]
             self.groups = [
-                _alike(_members(group["params"], optimizer.state), self.by_shape)
+                _alike(_members(group["params"], optimizer.state), self.detail)
                 for group in optimizer.param_groups
             ]
         return self.groups
@@ -147,18 +147,20 @@ def _members(params: Iterable[Any], state: Any) -> Iterator[Member]:
         yield m
 
 
-def _alike(members: Iterable[Member], by_shape: bool) -> list[list[Member]]:
+def _alike(members: Iterable[Member], detail: Detail) -> list[list[Member]]:
     found: dict[Any, list[Member]] = {}
+    if detail is Detail.EACH:
+        return [[m] for m in members]
     for m in members:
-        found.setdefault(_key(m, by_shape), []).append(m)
+        found.setdefault(_key(m, detail), []).append(m)
     return list(found.values())
 
 
-def _key(member: Member, by_shape: bool) -> tuple[Any, ...]:
+def _key(member: Member, detail: Detail) -> tuple[Any, ...]:
     """What an elementwise optimizer can tell parameters apart by."""
     p, grad = member.parameter, member.grad
     key: list[Any] = [p.dtype, p.device, None if grad is None else grad.dtype, p.requires_grad]
-    key.append(p.shape if by_shape or not p.dim() else None)
+    key.append(p.shape if detail or not p.dim() else None)
     for name, value in (member.state or {}).items():
         if not isinstance(value, Tensor):
             key += [name, type(value), value]

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.compat import local_of, move_hooks, wrap_like
-from autopar.elementwise import AsksForShape, NotElementwise
+from autopar.elementwise import Asks, Detail, NotElementwise
 from autopar.errors import InputError
 from autopar.grouping import Grouping
 from autopar.standins import own_step, record
@@ -132,7 +132,7 @@ class _Adopted:
         size = sum(p.numel() * p.element_size() for p in cut) / 2**20
         name = type(optimizer).__name__
         warnings.warn(
-            f"{name} is not elementwise: {reason}. Each step gathers the {len(cut)} cut "
+            f"{name} steps whole tensors: {reason}. Each step gathers the {len(cut)} cut "
             f"parameters ({size:.1f} MiB), their gradients and their state on every rank; "
             "the result is that of one device.",
             stacklevel=5,
@@ -279,9 +279,13 @@ def _why_whole(optimizer: Any) -> str:
         return "its step takes arguments"
     try:
         with torch.no_grad():
-            record(twin, own_step(cls), Grouping().update(twin), False, {})
-    except AsksForShape:
-        return "it asks for the shapes of parameters"
+            grouping = Grouping()
+            grouping.update(twin)
+            record(twin, own_step(cls), grouping, {})
+    except Asks as asks:
+        if asks.detail is Detail.SHAPE:
+            return "it asks for the shapes of parameters"
+        return "it goes by the place or the number of parameters"
     except NotElementwise as why:
         refuse_random(optimizer, why)
         return why.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 
 from autopar.elementwise import (
     Arg,
-    AsksForShape,
+    Asks,
     Call,
+    Detail,
     NotElementwise,
     Recorder,
     Section,
     Watch,
 )
-from autopar.grouping import Groups, Member
+from autopar.grouping import Grouping, Member
 
 __all__ = ["Kind", "own_step", "record"]
 
@@ -70,15 +72,16 @@ def own_step(cls: Any) -> Callable[[Any], Any]:
 
 
 def record(
-    optimizer: Any, step: Callable[[Any], Any], groups: Groups, by_shape: bool,
-    dtypes: dict[Any, torch.dtype],
-) -> tuple[list[Kind], Callable[[], None]]:  # fmt: skip
+    optimizer: Any, step: Callable[[Any], Any], grouping: Grouping, dtypes: dict[Any, torch.dtype]
+) -> tuple[list[Kind], Callable[[], None]]:
     """Run one step on stand-ins, which changes the optimizer's own attributes and nothing else.
+
+    Where the grouping is new, the first and the last of the members that should be alike have
+    stand-ins of their own, and are compared.
 
     Args:
         step: `own_step` of the optimizer's class.
-        groups: its members.
-        by_shape: whether members that are alike have one shape.
+        grouping: its members.
         dtypes: of results, kept from step to step.
 
     Returns:
@@ -86,37 +89,78 @@ def record(
 
     Raises:
         NotElementwise: the optimizer is as before.
-        AsksForShape: it needs `by_shape`; it is as before.
+        Asks: it needs another grouping; it is as before.
     """
-    first = next((m.local for g in groups for alike in g for m in alike), None)
-    recorder = Recorder(torch.device("cpu") if first is None else first.device, dtypes)
-    kinds, scalars = [], []
-    for g, lists in enumerate(groups):
-        for alike in lists:
-            if alike[0].local.dim():
-                kinds.append(_kind(recorder, optimizer, g, alike))
-            else:
-                scalars += [_Scalar(g, m, _copy(m)) for m in alike]
-    watch = Watch(recorder.device, stop=not by_shape)
-    with _swapped(optimizer, kinds, scalars) as state:
+    first = next(grouping.members(), None)
+    recorder = Recorder(torch.device("cpu") if first is None else first.local.device, dtypes)
+    kinds, pairs, scalars = _standins(recorder, grouping)
+    each = grouping.detail is Detail.EACH
+    watch = Watch(recorder.device, stop=grouping.detail is Detail.KIND)
+    with _swapped(optimizer, kinds, scalars, each) as state:
         try:
             with recorder, watch:
                 step(optimizer)
             for kind in kinds:
                 kind.touched = kind.standin in state
                 _conclude(recorder, kind, state[kind.standin])
-        except (NotElementwise, AsksForShape):
+        except (NotElementwise, Asks):
             raise
         except Exception as error:
             if not watch.found:
                 text = f"it cannot run without values ({type(error).__name__}: {error})"
                 raise NotElementwise(text) from error
         if watch.found:  # the optimizer may have caught the error
-            raise AsksForShape
+            raise Asks(Detail.SHAPE)
+        for one, two in pairs:
+            if not _same(one, two):
+                raise Asks(Detail.EACH)
+            one.members += two.members
+    seconds = [id(two) for _, two in pairs]
+    kinds = [kind for kind in kinds if id(kind) not in seconds]
     return kinds, lambda: _commit(optimizer, scalars, state)
 
 
-def _kind(recorder: Recorder, optimizer: Any, group: int, members: list[Member]) -> Kind:
+def _standins(
+    recorder: Recorder, grouping: Grouping
+) -> tuple[list[Kind], list[tuple[Kind, Kind]], list[_Scalar]]:
+    """Stand-ins, pairs of them to be compared, and copies of parameters without dims."""
+    kinds: list[Kind] = []
+    pairs, scalars = [], []
+    for g, lists in enumerate(grouping.groups):
+        for alike in lists:
+            if not alike[0].local.dim():
+                scalars += [_Scalar(g, m, _copy(m)) for m in alike]
+            elif grouping.changed and len(alike) > 1:
+                pairs.append((_kind(recorder, g, alike[:-1]), _kind(recorder, g, alike[-1:])))
+                kinds += pairs[-1]
+            else:
+                kinds.append(_kind(recorder, g, list(alike)))
+    return kinds, pairs, scalars
+
+
+def _same(one: Kind, two: Kind) -> bool:
+    """Whether the optimizer did the same to both."""
+
+    def facts(kind: Kind) -> list[Any]:
+        scalars = [*kind.section.tensors, *kind.after.values()]
+        plain = [x.tolist() if isinstance(x, Tensor) else x for x in scalars]
+        names = [*kind.after, *kind.new.items()]
+        return [kind.section.key(), kind.section.numbers, kind.drops, kind.touched, names, plain]
+
+    return facts(one) == facts(two)
+
+
+class _Uncounted(list[Any]):
+    """Stand-ins for more parameters than there are, so that their number tells nothing."""
+
+    def __len__(self) -> int:
+        raise Asks(Detail.EACH)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise Asks(Detail.EACH)
+
+
+def _kind(recorder: Recorder, group: int, members: list[Member]) -> Kind:
     """A stand-in for `members`, with its gradient and state."""
     first = members[0]
     shape, dtype = first.parameter.shape, first.parameter.dtype
@@ -159,7 +203,7 @@ def _commit(optimizer: Any, scalars: Sequence[_Scalar], state: dict[Any, Any]) -
 
 @contextmanager
 def _swapped(
-    optimizer: Any, kinds: Sequence[Kind], scalars: Sequence[_Scalar]
+    optimizer: Any, kinds: Sequence[Kind], scalars: Sequence[_Scalar], each: bool
 ) -> Iterator[dict[Any, Any]]:
     """The optimizer with stand-ins in its groups; an error undoes what it did to itself."""
     before = {k: _shallow(v) for k, v in optimizer.__dict__.items()}
@@ -176,8 +220,11 @@ def _swapped(
         mine = real[s.member.parameter].items()
         state[s.copy] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in mine}
     for g, group in enumerate(groups):
-        group["params"] = [k.standin for k in kinds if k.group == g]
-        group["params"] += [s.copy for s in scalars if s.group == g]
+        place = {id(p): i for i, p in enumerate(group["params"])}
+        stand = [(place[id(k.members[0].parameter)], k.standin) for k in kinds if k.group == g]
+        stand += [(place[id(s.member.parameter)], s.copy) for s in scalars if s.group == g]
+        ordered = [p for _, p in sorted(stand, key=operator.itemgetter(0))]
+        group["params"] = ordered if each else _Uncounted(ordered)
         group.update((name, False) for name in _IMPLEMENTATIONS if name in group)
     optimizer.state = state
     try:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.compat import local_like, wrap_like
-from autopar.elementwise import Arg, AsksForShape, NotElementwise
+from autopar.compat import foreach, local_like, wrap_like
+from autopar.elementwise import Arg, Asks, NotElementwise
 from autopar.errors import InputError
 from autopar.grouping import Grouping, Member
 from autopar.optimizers import Generated, cut_like, on_whole_tensors, refuse_random
@@ -93,7 +93,7 @@ class Stepper:
         original: the step of the class it was made from.
         updates: programs by what they depend on, with their compiled functions.
         reason: why whole tensors are stepped instead, once that is known.
-        grouping: the parameters; by shape where the optimizer asks for shapes.
+        grouping: the parameters, as finely as the optimizer tells them apart.
         latest: kinds of the latest step and their programs.
         dtypes: of results, see `record`.
         lists: pieces by kind, kept while the tensors stay the same.
@@ -134,15 +134,13 @@ class Stepper:
 
     def recorded(self) -> tuple[list[Kind], Callable[[], None]]:
         """The optimizer's own Python, run on stand-ins."""
-        groups = self.grouping.update(self.optimizer)
-        try:
-            return record(
-                self.optimizer, self.original, groups, self.grouping.by_shape, self.dtypes
-            )
-        except AsksForShape:
-            self.grouping = Grouping(by_shape=True)
-            groups = self.grouping.update(self.optimizer)
-            return record(self.optimizer, self.original, groups, True, self.dtypes)
+        while True:
+            self.grouping.update(self.optimizer)
+            try:
+                return record(self.optimizer, self.original, self.grouping, self.dtypes)
+            except Asks as asks:
+                assert asks.detail > self.grouping.detail, "each question is answered once"
+                self.grouping = Grouping(asks.detail)
 
     # --- running a program ---------------------------------------------------------------------
 
@@ -192,7 +190,7 @@ class Stepper:
             if isinstance(value, Arg):
                 continue
             if isinstance(value, Tensor) and isinstance(kind.state.get(name), Tensor):
-                torch.ops.aten._foreach_copy_([s[name] for s in states], [value] * len(states))
+                foreach.copy_([s[name] for s in states], [value] * len(states))
                 continue
             for s in states:
                 s[name] = value.clone() if isinstance(value, Tensor) else value

@@ -177,7 +177,7 @@ def trains(rank: int, n: int, name: str, mesh: str, how: str) -> Any:
             state = moments(optimizers[0])
         else:
             rows, state, _ = loop(parallel, inputs, cls, options)
-    told = [str(w.message) for w in caught if "not elementwise" in str(w.message)]
+    told = [str(w.message) for w in caught if "steps whole tensors" in str(w.message)]
     return report(rank, rows), state, told
 
 
@@ -217,7 +217,7 @@ def test_optimizer_that_mixes_elements_is_exact_and_says_so(
     for _, have, told in found:
         equal_states(have, want)
         assert len(told) == 1, told
-        assert f"{cls.__name__} is not elementwise" in told[0]
+        assert f"{cls.__name__} steps whole tensors: " in told[0]
         assert "gathers" in told[0]
 
 
@@ -245,7 +245,7 @@ def muon(rank: int, n: int, mesh: str) -> Any:
     return {name: whole(t) for name, t in state.items()}
 
 
-@pytest.mark.filterwarnings("ignore:Muon is not elementwise")
+@pytest.mark.filterwarnings("ignore:Muon steps whole tensors")
 def test_muon_beside_another_optimizer_is_exact(pool: Pool) -> None:
     want = muon(0, 1, "")
     for have in pool.run(2, muon, "fsdp=2"):
@@ -458,6 +458,36 @@ def draws(rank: int, n: int, made: bool, mesh: str) -> str:
 def test_optimizer_that_draws_is_refused(made: bool, mesh: str, pool: Pool) -> None:
     for text in pool.run(2, draws, made, mesh):
         assert "draws random numbers" in text
+
+
+class Placed(torch.optim.Optimizer):
+    """Its rate falls with the place of a parameter, or with the number of them."""
+
+    def __init__(self, params: Params, lr: float, count: bool) -> None:
+        super().__init__(params, {"lr": lr, "count": count})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            n = len(group["params"]) if group["count"] else 1
+            for i, p in enumerate(group["params"]):
+                p.sub_(p.grad, alpha=group["lr"] * 0.9**i / n)
+
+
+@pytest.mark.parametrize("count", [True, False])
+def test_place_and_number_of_parameters_are_the_real_ones(count: bool) -> None:
+    def run(cls: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        p = [nn.Parameter(torch.randn(s)) for s in ((3, 2), (), (4,), (3, 2), (5,))]
+        opt = cls(p, lr=0.1, count=count)
+        for _ in range(3):
+            for q in p:
+                q.grad = torch.randn(q.shape)
+            opt.step()
+        return p
+
+    for a, b in zip(run(generated(Placed)), run(Placed), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_error_of_the_step_leaves_the_optimizer_as_it_was() -> None:
