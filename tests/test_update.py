@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InputError
+from autopar.optimizers import Generated
 from autopar.tracing import generated, stepper_of
 from autopar.verification import compare, run_eager, run_virtual, tolerance
 
@@ -474,19 +475,45 @@ class Placed(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * 0.9**i / n)
 
 
-@pytest.mark.parametrize("count", [True, False])
-def test_place_and_number_of_parameters_are_the_real_ones(count: bool) -> None:
+class Swapping(torch.optim.Optimizer):
+    """Its two states change places at each step."""
+
+    def __init__(self, params: Params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                s = self.state[p]
+                if not s:
+                    s["a"], s["b"] = torch.zeros_like(p), torch.ones_like(p)
+                s["a"].add_(p.grad)
+                s["a"], s["b"] = s["b"], s["a"]
+                p.add_(s["a"], alpha=-group["lr"])
+
+
+SHAPES = ((3, 2), (), (4,), (3, 2))
+"""The first and the last are alike, what stands between is not."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(Placed, {"count": True}), (Placed, {"count": False}), (Rebinding, {}), (Swapping, {})],
+)
+def test_step_is_bit_by_bit_that_of_the_class(cls: Any, options: dict[str, Any]) -> None:
     def run(cls: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        p = [nn.Parameter(torch.randn(s)) for s in ((3, 2), (), (4,), (3, 2), (5,))]
-        opt = cls(p, lr=0.1, count=count)
-        for _ in range(3):
+        p = [nn.Parameter(torch.randn(s)) for s in SHAPES]
+        opt = cls(p, lr=0.1, **options)
+        for _ in range(4):
             for q in p:
                 q.grad = torch.randn(q.shape)
             opt.step()
+        assert not isinstance(opt, Generated) or not stepper_of(opt).reason
         return p
 
-    for a, b in zip(run(generated(Placed)), run(Placed), strict=True):
+    for a, b in zip(run(generated(cls)), run(cls), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
