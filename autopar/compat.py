@@ -24,6 +24,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "detect_fake_mode",
+    "disclaim_scaling",
     "foreach",
     "get_proxy_mode",
     "local_like",
@@ -36,6 +37,12 @@ __all__ = [
     "versions_of",
     "wrap_like",
 ]
+
+
+def disclaim_scaling(optimizer: Any) -> None:
+    """Let `GradScaler` unscale the gradients itself; fused optimizers say that they do."""
+    if hasattr(optimizer, "_step_supports_amp_scaling"):
+        optimizer._step_supports_amp_scaling = False
 
 
 class _Foreach:

@@ -156,6 +156,24 @@ def _standins(values: Any) -> list[Tensor]:
     return found
 
 
+def _one_by_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator on lists of tensors as the same on each, `name` being that of the method."""
+    rest = list(args)
+    named = dict(kwargs)
+    if name.rstrip("_") in ("addcmul", "addcdiv") and len(rest) == 4:
+        named["value"] = rest.pop()
+    method = getattr(Tensor, name, None)
+    out = []
+    for i, tensor in enumerate(rest[0]):
+        mine = [a[i] if isinstance(a, (list, tuple)) else a for a in rest[1:]]
+        options = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in named.items()}
+        if method is not None:
+            out.append(method(tensor, *mine, **options))
+        else:  # as maximum_
+            out.append(tensor.copy_(getattr(Tensor, name[:-1])(tensor, *mine, **options)))
+    return None if name.endswith("_") else out
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations on stand-ins.
 
@@ -193,6 +211,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.concrete(func, args, kwargs)
         if func in _ALIASES:
             return func(*args, **kwargs)
+        name = schema_of(func).name.removeprefix("aten::_foreach_")
+        if not name.startswith("aten::"):
+            with self:
+                return _one_by_one(name, args, kwargs)
         if func is aten.index_put_.default or func is aten.index_put.default:
             self.check_mask(func, args)
         elif _traits(func).random:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.compat import foreach, local_like, wrap_like
+from autopar.compat import disclaim_scaling, foreach, local_like, wrap_like
 from autopar.elementwise import Arg, Asks, NotElementwise
 from autopar.errors import InputError
 from autopar.grouping import Grouping, Member
@@ -49,6 +49,11 @@ def generated(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 @functools.cache
 def _subclass(cls: Any) -> Any:
+    @functools.wraps(cls.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        disclaim_scaling(self)
+
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients."""
         loss = None
@@ -59,7 +64,17 @@ def _subclass(cls: Any) -> Any:
             stepper_of(self).step()
         return loss
 
-    return type(cls.__name__, (Generated, cls), {"step": step, "__module__": cls.__module__})
+    def __reduce__(self: Any) -> Any:
+        return _remade, (cls,), self.__getstate__()
+
+    own = {"__init__": __init__, "__reduce__": __reduce__, "step": step}
+    return type(cls.__name__, (Generated, cls), {**own, "__module__": cls.__module__})
+
+
+def _remade(cls: Any) -> Any:
+    """An instance without attributes, for copies and pickles."""
+    made = _subclass(cls)
+    return made.__new__(made)
 
 
 def stepper_of(optimizer: Any) -> Stepper:

@@ -45,8 +45,11 @@ class Update:
         """The program of what was recorded."""
         used = {"numbers", "tensors", *_RESERVED}
         names = tuple(_fresh(name.rpartition(".")[2], used) for name in section.inputs)
-        at = section.inputs.get("grad", -1)
-        written = any(c.out == at and _mutates(c.op) for c in section.calls)
+        grads = {section.inputs.get("grad", -1)}
+        for call in section.calls:
+            if "view_as" in _base(call.op) and grads.intersection(_values(call)):
+                grads.add(call.out)
+        written = any(c.out in grads and _mutates(c.op) for c in section.calls)
         return cls(section, names, tuple(_number_names(section, used)), written)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -493,13 +494,37 @@ class Swapping(torch.optim.Optimizer):
                 p.add_(s["a"], alpha=-group["lr"])
 
 
+class Listed(torch.optim.Optimizer):
+    """Written with operators on lists."""
+
+    def __init__(self, params: Params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params]
+            for p in params:
+                self.state[p].setdefault("most", torch.zeros_like(p))
+            most = [self.state[p]["most"] for p in params]
+            torch._foreach_maximum_(most, torch._foreach_abs(grads))
+            torch._foreach_addcdiv_(params, grads, torch._foreach_add(most, 0.1), -group["lr"])
+
+
 SHAPES = ((3, 2), (), (4,), (3, 2))
 """The first and the last are alike, what stands between is not."""
 
 
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(Placed, {"count": True}), (Placed, {"count": False}), (Rebinding, {}), (Swapping, {})],
+    [
+        (Placed, {"count": True}),
+        (Placed, {"count": False}),
+        (Rebinding, {}),
+        (Swapping, {}),
+        (Listed, {}),
+    ],
 )
 def test_step_is_bit_by_bit_that_of_the_class(cls: Any, options: dict[str, Any]) -> None:
     def run(cls: Any) -> list[Tensor]:
@@ -515,6 +540,22 @@ def test_step_is_bit_by_bit_that_of_the_class(cls: Any, options: dict[str, Any])
 
     for a, b in zip(run(generated(cls)), run(cls), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+def test_copies_and_pickles_step_on_their_own(again: Any) -> None:
+    p = [nn.Parameter(torch.randn(3))]
+    opt = generated(torch.optim.AdamW)(p, lr=0.1, fused=True)
+    p[0].grad = torch.randn(3)
+    opt.step()
+    other = again(opt)
+    q = other.param_groups[0]["params"][0]
+    before = p[0].detach().clone()
+    q.grad = p[0].grad.clone()
+    other.step()
+    assert torch.equal(p[0], before)
+    opt.step()
+    assert torch.equal(p[0], q)
 
 
 def test_error_of_the_step_leaves_the_optimizer_as_it_was() -> None:
