@@ -121,7 +121,7 @@ def _facts(members: Iterable[Member]) -> list[Any]:
     return [
         (
             id(local_of(m.parameter)) if m.placed else m.parameter.data_ptr(),
-            None if m.grad is None else m.grad.dtype,
+            None if m.grad is None else (m.grad.dtype, m.grad.layout),
             m.parameter.requires_grad,
         )
         for m in members
@@ -159,6 +159,8 @@ def _alike(members: Iterable[Member], detail: Detail) -> list[list[Member]]:
 def _key(member: Member, detail: Detail) -> tuple[Any, ...]:
     """What an elementwise optimizer can tell parameters apart by."""
     p, grad = member.parameter, member.grad
+    if grad is not None and grad.layout is not torch.strided:
+        raise NotElementwise("a gradient is sparse")
     key: list[Any] = [p.dtype, p.device, None if grad is None else grad.dtype, p.requires_grad]
     key.append(p.shape if detail or not p.dim() else None)
     for name, value in (member.state or {}).items():

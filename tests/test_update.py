@@ -572,6 +572,19 @@ def test_error_of_the_step_leaves_the_optimizer_as_it_was() -> None:
     assert any((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_sparse_gradients_are_left_to_the_class() -> None:
+    def run(cls: Any) -> Tensor:
+        p = nn.Parameter(torch.ones(4, 2))
+        opt = cls([p], lr=0.1)
+        for _ in range(2):
+            p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (4, 2))
+            opt.step()
+        return p
+
+    assert torch.equal(run(generated(torch.optim.SparseAdam)), run(torch.optim.SparseAdam))
+
+
 def test_closure_is_called_once_with_gradients() -> None:
     model, opt = stepped(torch.optim.SGD, lr=0.1)
     calls = []
