@@ -26,6 +26,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/compile_time.py
 
 clean:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import (  # strided pieces of a fu
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree  # the registry that torch.export and libraries share
+from torch.utils._python_dispatch import TorchDispatchMode  # sees each operator as it is called
 
 __all__ = [
     "FakeTensor",
@@ -21,21 +22,54 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "StridedShard",
+    "TorchDispatchMode",
     "detect_fake_mode",
+    "disclaim_scaling",
+    "foreach",
     "get_proxy_mode",
+    "local_like",
     "local_of",
     "make_fx",
     "move_hooks",
     "pytree",
     "schema_of",
+    "storage_of",
     "versions_of",
     "wrap_like",
 ]
 
 
+def disclaim_scaling(optimizer: Any) -> None:
+    """Let `GradScaler` unscale the gradients itself; fused optimizers say that they do."""
+    if hasattr(optimizer, "_step_supports_amp_scaling"):
+        optimizer._step_supports_amp_scaling = False
+
+
+class _Foreach:
+    """Operators on lists of tensors by their names in torch without the `_foreach_` in front.
+
+    torch's optimizers are built on them, and document them as theirs alone. As Python functions
+    they cost less than as `torch.ops.aten._foreach_*`, where each tensor of a list is converted.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, f"_foreach_{name}")
+        setattr(self, name, found)
+        return found
+
+
+foreach = _Foreach()
+
+
 def schema_of(target: Any) -> Any:
     """The schema of an operator overload, or None. `OpOverload._schema` has no public name."""
     return getattr(target, "_schema", None)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors of the same memory share; `data_ptr` is 0 for all without values."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -51,6 +85,14 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """The local piece of a DTensor without autograd (`to_local` costs 20 us in the step)."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def local_like(tensor: Any, like: Any) -> torch.Tensor:
+    """The local piece of a DTensor, placed as the DTensor `like`; what `wrap_like` made is."""
+    if tensor._spec is not like._spec and tensor.placements != like.placements:
+        tensor = tensor.redistribute(placements=like.placements)
     local: torch.Tensor = tensor._local_tensor
     return local
 

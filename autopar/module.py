@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 from autopar.arguments import Arguments, bind_arguments, position_names
 from autopar.batch import Batch, Rows
 from autopar.capture import skeleton
+from autopar.clipping import clip_by_norm
 from autopar.codegen import load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
@@ -31,6 +33,7 @@ from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import piece
 from autopar.source import Source
+from autopar.tracing import Stepper, generated, stepper_of
 
 __all__ = ["ParallelModule"]
 
@@ -90,6 +93,7 @@ class ParallelModule(nn.Module):
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
         self._latest: _Entry | None = None
+        self._optimizer: ref[torch.optim.Optimizer] | None = None
         self._hinted = False
         self._held: dict[str, Layout] = {}  # placements of the states, chosen at the first call
         self._steps = 0
@@ -126,12 +130,76 @@ class ParallelModule(nn.Module):
         return self.compiled.plan
 
     def graph(self, phase: str = "forward") -> fx.GraphModule:
-        """The graph of a phase on this rank, see `Compiled.graph`."""
+        """The graph of a phase on this rank: "optimizer", or see `Compiled.graph`.
+
+        Raises:
+            InputError: there is no such phase, or none yet.
+        """
+        if phase == "optimizer":
+            return self._stepper().graph()
         return self.compiled.graph(phase, self._comm.rank)
 
-    def code(self) -> str:
-        """The generated Python of this rank."""
+    def code(self, phase: str = "") -> str:
+        """The generated Python of this rank; with `phase="optimizer"` that of its step.
+
+        Raises:
+            InputError: there is no such phase, or none yet.
+        """
+        if phase == "optimizer":
+            return self._stepper().code()
+        if phase:
+            raise InputError(f"There is no code of {phase!r} alone.", expected="optimizer, or none")
         return self.compiled.code(self._comm.rank)
+
+    def _stepper(self) -> Stepper:
+        found = None if self._optimizer is None else self._optimizer()
+        if found is None:
+            raise InputError(
+                "No optimizer was made by this module.",
+                hint="opt = model.optimizer(torch.optim.AdamW, lr=3e-4), then opt.step()",
+            )
+        return stepper_of(found)
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer whose step is a generated program over this rank's pieces.
+
+        It is an instance of `cls`, with its groups, state and hyperparameters, and steps as `cls`
+        does on one device. An optimizer that is not elementwise steps whole tensors, with a
+        warning that says why.
+
+        Args:
+            cls: an optimizer class, such as `torch.optim.AdamW`.
+            params: parameters or parameter groups; default all parameters.
+            options: as for `cls`.
+
+        Raises:
+            InputError: `cls` is no optimizer class, or its step needs a closure.
+        """
+        made = generated(cls)(self.parameters() if params is None else params, **options)
+        self._optimizer = ref(made)
+        return made
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` on one device.
+
+        Args:
+            norm_type: p of the p-norm, positive or inf.
+
+        Returns:
+            The norm before clipping, a plain tensor without dims, equal on all ranks.
+
+        Raises:
+            InputError: `norm_type` is not positive.
+            RuntimeError: the norm is not finite and `error_if_nonfinite`.
+        """
+        with torch.no_grad():
+            return clip_by_norm(
+                self.parameters(), self._comm, max_norm, norm_type, error_if_nonfinite
+            )
 
     def explain(self) -> str:
         """Placements and traffic as text, see `Compiled.explain`."""

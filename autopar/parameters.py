@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class Placer:
         Raises:
             InputError: the parameters have no values.
         """
-        replaced: list[tuple[Tensor, Tensor]] = []
+        replaced: list[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]] = []
         for s in states:
             if s.name.startswith("constant."):
                 continue
@@ -118,10 +119,11 @@ class Placer:
             if not s.is_parameter:
                 continue
             assert s.layout is not None, "lowering places every state"
-            local = piece(old.detach(), s.layout, self.mesh, self.coordinate)
+            cut = partial(piece, layout=s.layout, mesh=self.mesh, coordinate=self.coordinate)
+            local = cut(old.detach())
             local = local.clone(memory_format=torch.contiguous_format)
             new = nn.Parameter(self.dtensor(local, s.layout), requires_grad=old.requires_grad)
-            replaced.append((old, new))
+            replaced.append((old, new, cut))
             for name in (s.name, *s.aliases):
                 owner, leaf = home(module, name)
                 owner._parameters[leaf] = new

@@ -30,8 +30,12 @@ ORDER = [
     {"codegen"},
     {"compiled"},
     {"report", "mutation"},
+    {"elementwise"},
+    {"grouping"},
+    {"standins", "update"},
     {"optimizers"},
-    {"batch", "inductor", "parameters"},
+    {"tracing"},
+    {"batch", "clipping", "inductor", "parameters"},
     {"module"},
     {"api"},
     {"verification"},
@@ -42,6 +46,7 @@ INWARD = {"rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
 RUNTIME_USERS = {
     "batch",
+    "clipping",
     "inductor",
     "parameters",
     "module",

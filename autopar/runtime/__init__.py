@@ -1,9 +1,18 @@
-"""What generated programs call: communicators and mesh-independent random numbers."""
+"""What generated programs call: communicators, random numbers of any mesh, operators on lists."""
 
 from __future__ import annotations
 
+from autopar.compat import foreach
 from autopar.runtime.communicator import Communicator, Pending, Transport
 from autopar.runtime.processes import announce, connect
 from autopar.runtime.virtual import VirtualWorld
 
-__all__ = ["Communicator", "Pending", "Transport", "VirtualWorld", "announce", "connect"]
+__all__ = [
+    "Communicator",
+    "Pending",
+    "Transport",
+    "VirtualWorld",
+    "announce",
+    "connect",
+    "foreach",
+]
