@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from autopar.passes.accumulate import Accumulation
 from autopar.passes.merge import place_phases
 from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
-from autopar.runtime.microbatches import Step
 from autopar.sizes import Sizes
 from autopar.strategies.remat import Remat
 from autopar.text import show
@@ -111,19 +110,9 @@ class Compiled:
             for key, phases in self.phases.items()
         }
 
-    def step(self) -> Step:
-        """The generated functions of a step over microbatches."""
-        found = self.accumulation
-        assert found is not None, "only with accumulate="
-        parts = {name: getattr(found, name) for name in ("count", "start", "body", "end", "finish")}
-        return Step(
-            functions=load_parts(self.code(), f"<microbatches of {self.title}>"),
-            takes={name: part.takes for name, part in parts.items()},
-            gives={name: part.gives for name, part in parts.items()},
-            counted=found.counted, summed=found.summed, placed=found.placed,
-            results=found.results, cut=found.cut, tangent=found.tangent, loss=found.loss,
-            scaling=found.scaling,
-        )  # fmt: skip
+    def parts(self) -> dict[str, Callable[..., Any]]:
+        """The generated functions of a step over microbatches, by name."""
+        return load_parts(self.code(), f"<microbatches of {self.title}>")
 
     def code(self, rank: int = 0) -> str:
         """The generated Python of `rank`: the same for all."""

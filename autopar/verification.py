@@ -23,7 +23,7 @@ from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
 from autopar.runtime import Communicator, VirtualWorld
 from autopar.runtime.executor import Code, Executor
-from autopar.runtime.microbatches import Microbatches
+from autopar.runtime.microbatches import Microbatches, step_of
 from autopar.runtime.pieces import assemble, piece
 from autopar.static import check_phases, check_ranks, count_collectives
 
@@ -286,7 +286,8 @@ def run_virtual(
     }
     args, kwargs = as_call(example_inputs)
     tensors = bind_arguments(args, kwargs).tensors
-    step = compiled.step() if compiled.accumulation is not None else None
+    found = compiled.accumulation
+    step = None if found is None else step_of(found, compiled.parts())
     functions = compiled.functions() if step is None else {}
 
     def body(comm: Communicator) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from autopar.layout import MICRO, Layout, Mesh, chunk_sizes
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import cut_of
 
-__all__ = ["Microbatches", "Step"]
+__all__ = ["Microbatches", "Step", "step_of"]
 
 Values = dict[str, Any]
 
@@ -60,6 +60,18 @@ class Step:
     tangent: tuple[str, torch.dtype]
     loss: int
     scaling: frozenset[str]
+
+
+def step_of(found: Any, functions: Mapping[str, Callable[..., Any]]) -> Step:
+    """The step of an accumulation (`passes.accumulate`) and its generated functions."""
+    parts = {name: getattr(found, name) for name in ("count", "start", "body", "end", "finish")}
+    return Step(
+        functions=functions,
+        takes={name: part.takes for name, part in parts.items()},
+        gives={name: part.gives for name, part in parts.items()},
+        counted=found.counted, summed=found.summed, placed=found.placed, results=found.results,
+        cut=found.cut, tangent=found.tangent, loss=found.loss, scaling=found.scaling,
+    )  # fmt: skip
 
 
 class Microbatches:
