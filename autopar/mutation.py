@@ -23,7 +23,7 @@ from autopar.passes.trace import Traces
 from autopar.program import Phases, Program
 from autopar.static import reaching
 
-__all__ = ["Mutant", "mutants"]
+__all__ = ["Mutant", "edited", "mutants"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def mutants(compiled: Compiled) -> Iterator[Mutant]:
                 if node.target is ops.shift.default and not _shifts(compiled, key, node):
                     continue
                 for kind, change in changes(node, mesh):
-                    mutant = _edited(gm, i, change)
+                    mutant = edited(gm, i, change)
                     if mutant is None:
                         continue
                     wrong = phases.replace(**{phase: mutant})
@@ -83,7 +83,7 @@ def mutants(compiled: Compiled) -> Iterator[Mutant]:
     reach = reaching(program.graph.graph, compiled.shared.roots)
     for i, node in enumerate(program.graph.graph.nodes):
         for kind, change in typed_changes(node, mesh, node in reach):
-            mutant = _edited(program.graph, i, change)
+            mutant = edited(program.graph, i, change)
             if mutant is not None:
                 build = _again(compiled, program.replace(graph=mutant))
                 yield Mutant(f"spmd {node.name}", kind, build)
@@ -130,7 +130,8 @@ def _again(compiled: Compiled, wrong: Program) -> Callable[[], Compiled]:
     return build
 
 
-def _edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | None:
+def edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | None:
+    """A copy of a graph with a mistake at the node of an index; None where none can be made."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     out = graph.graph_copy(gm.graph, mapping)

@@ -18,7 +18,7 @@ from autopar.check import spmd_problems
 from autopar.compat import pytree
 from autopar.compiled import Compiled
 from autopar.errors import VerificationError
-from autopar.layout import MICRO, Mesh
+from autopar.layout import MICRO, Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
 from autopar.runtime import Communicator, VirtualWorld
@@ -277,8 +277,7 @@ def run_virtual(
     timeout_s: float = 60.0,
 ) -> Trace:
     """The generated programs of all ranks, each in a thread of this process."""
-    full = compiled.annotated.mesh
-    mesh = Mesh(tuple((a, n) for a, n in full.axes if a != MICRO))
+    full, mesh = compiled.annotated.mesh, _ranks(compiled)
     whole = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -300,7 +299,7 @@ def run_virtual(
             for s in program.states
         }
         inputs = [
-            piece(t, i.layout.without(MICRO), mesh, comm.coordinate)  # type: ignore[union-attr]
+            piece(t, _on(i.layout, mesh), mesh, comm.coordinate)
             for t, i in zip(tensors, program.inputs, strict=True)
         ]
         params = {n: local[n].requires_grad_(True) for n in phases.gradients}
@@ -338,6 +337,20 @@ def run_virtual(
     return _assembled(compiled, ranks, steps)
 
 
+def _ranks(compiled: Compiled) -> Mesh:
+    """The mesh of ranks; microbatches that do not run in a loop are ranks, too."""
+    mesh = compiled.annotated.mesh
+    if compiled.accumulation is None:
+        return mesh
+    return Mesh(tuple((a, n) for a, n in mesh.axes if a != MICRO))
+
+
+def _on(layout: Layout | None, mesh: Mesh) -> Layout:
+    """A layout with the axes of `mesh` alone."""
+    assert layout is not None, "lowering places every input"
+    return layout if MICRO in mesh.names else layout.without(MICRO)
+
+
 def _plain(_: int, gradient: Tensor) -> Tensor:
     return gradient
 
@@ -351,7 +364,7 @@ def _loss(results: list[Tensor], phases: Phases) -> Tensor:
 
 def _assembled(compiled: Compiled, ranks: list[Any], steps: int) -> Trace:
     """Whole tensors from all ranks' pieces; copies on different ranks must agree exactly."""
-    mesh = Mesh(tuple((a, n) for a, n in compiled.annotated.mesh.axes if a != MICRO))
+    mesh = _ranks(compiled)
     states = {s.name: s for s in compiled.of_any().program.states}
     trace = Trace()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch import nn
 import autopar
 from autopar.collectives import collective_of
 from autopar.errors import AutoparError, BatchError, InputError, PlanError
+from autopar.mistakes import changes, harmless
+from autopar.mutation import edited
+from autopar.verification import caught_virtually, run_eager
 
 __all__ = ["one_thread"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
@@ -69,6 +73,37 @@ def test_gradients_are_reduced_once_for_all_microbatches() -> None:
     assert set(moving(found.finish.graph, "dp")) <= {"all_reduce_bucket", "all_reduce"}
     held = [n for n in found.count.graph.graph.nodes if n.op == "placeholder"]
     assert len(held) == 1, "labels are counted without the model"
+
+
+def test_every_mistake_in_the_parts_is_caught() -> None:
+    """Left out, doubled, scaled, of another kind: in what runs once, and in what runs in turns."""
+    model, inputs = make("gpt", 6, layers=1, vocab=23)
+    found = autopar.compile(model, "dp=2", inputs, accumulate=2)
+
+    def sgd_of(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    want = run_eager(model, inputs, 1, sgd_of)
+    assert caught_virtually(found, model, inputs, want) == ""
+    missed, count = [], 0
+    for name in ("count", "start", "body", "end", "finish"):
+        part = getattr(found.accumulation, name)
+        for i, node in enumerate(part.graph.graph.nodes):
+            for kind, change in changes(node, found.annotated.mesh):
+                graph = edited(part.graph, i, change)
+                if graph is None or harmless(node, kind):
+                    continue
+                wrong = replace(found.accumulation, **{name: replace(part, graph=graph)})
+                try:
+                    caught = caught_virtually(
+                        replace(found, accumulation=wrong), model, inputs, want
+                    )
+                except Exception:  # the generated code does not even run
+                    caught = "error"
+                count += 1
+                if not caught:
+                    missed.append(f"{name}: {node} {kind}")
+    assert not missed and count > 20, (missed, count)
 
 
 def test_parameters_are_gathered_once_in_the_first_stages() -> None:

@@ -101,6 +101,12 @@ CASES = [
         ("dp=2, tp=2", 4, True),
     ]
 ] + [(Gpt, "fsdp=2, tp=2", 4, False), (Conv, "fsdp=3", 5, False)]
+OPTIONS = [
+    (Mlp, "dp=2", 4, {"accumulate": 2}),
+    (Mlp, "fsdp=2", 4, {"precision": "fp32"}),
+    (Gpt, "fsdp=2", 4, {"zero": 1}),
+    (Mlp, "dp=2, tp=2", 4, {"remat": "selective"}),
+]
 
 
 def options(mesh: str, many: bool) -> dict:
@@ -130,9 +136,22 @@ def tally() -> Iterator[Counter]:
     ids=[f"{k.__name__}-{m.replace(', ', '-')}{'-many' * x}" for k, m, _, x in CASES],
 )
 def test_every_mistake_is_caught(kind, mesh, rows, many, tally):
+    check(kind, mesh, rows, options(mesh, many), tally)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "rows", "chosen"), OPTIONS, ids=[next(iter(o)) for *_, o in OPTIONS]
+)
+def test_every_mistake_is_caught_with(kind, mesh, rows, chosen, tally):
+    check(kind, mesh, rows, chosen, tally)
+
+
+def check(kind, mesh, rows, chosen, tally):
+    """Every mutant fails, statically or virtually; those that alter no number do not."""
     model, inputs = make(kind, rows)
-    compiled = autopar.compile(model, mesh, inputs, **options(mesh, many))
-    want = run_eager(model, inputs, 1, sgd)
+    compiled = autopar.compile(model, mesh, inputs, **chosen)
+    narrow = torch.float32 if "precision" in chosen else None
+    want = run_eager(model, inputs, 1, sgd, narrow=narrow)
     assert static(compiled) == []
     assert caught_virtually(compiled, model, inputs, want) == ""
     missed, unequal, slow = [], [], []
