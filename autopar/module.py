@@ -193,15 +193,19 @@ class ParallelModule(nn.Module):
         if entry is None:
             settings = ("training" if self.training else "evaluation", grad, flags, wanted)
             signature = _signature(arguments, settings)
-            self._agree(signature, new=True)
+            self.agree(signature, new=True)
             entry = self._entries[key] = self._compile(arguments, rows, grad, signature)
         else:
-            self._agree(entry.signature)
+            self.agree(entry.signature)
         self._latest = entry
         return entry
 
-    def _agree(self, signature: str, new: bool = False) -> None:
-        """Ranks that call differently must not meet; in local mode counting the rows sees to it."""
+    def agree(self, signature: str, new: bool = False) -> None:
+        """Ranks that call differently must not meet; in local mode counting the rows sees to it.
+
+        Raises:
+            BatchError: another rank calls the model, or something else that all ranks must call.
+        """
         if self._batch.mode == "global":
             announce(self._comm, signature, wait=new)
 
@@ -344,6 +348,18 @@ class ParallelModule(nn.Module):
                     value = self._placer.dtensor(local.to(target.device), layout)
             placed[name] = value
         return super().load_state_dict(placed, strict=strict, assign=assign)
+
+    def get_rng_state(self) -> dict[str, int]:
+        """What fixes the random numbers to come, such as dropout masks.
+
+        Returns:
+            the seed, and as `step` the number of calls with gradients so far.
+        """
+        return {"seed": self._comm.seed, "step": self._steps}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Continue with the random numbers of `get_rng_state`, on any mesh."""
+        self._comm.seed, self._steps = state["seed"], state["step"]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole plain state dict, the same on every rank."""

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.compat import local_of, move_hooks, wrap_like
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "repoint"]
 
 _ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -177,12 +177,21 @@ def _cut_like(value: Any, old: Tensor, new: Any) -> Any:
     """Optimizer state of a whole parameter, cut like its DTensor."""
     if not isinstance(value, Tensor) or value.shape != old.shape or value.dim() == 0:
         return value
+    if hasattr(value, "full_tensor"):  # loaded after the parameter was replaced
+        return value
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, new.device_mesh, new.placements)
 
 
 _adopted: list[_Adopted] = []
+
+
+def repoint(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer made before the first call hold the new parameters now, with its state."""
+    for adopted in _adopted:
+        adopted.leave(optimizer)  # a step that raised
+        adopted.repoint(optimizer)
 
 
 def adopt(replaced: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -29,10 +29,10 @@ ORDER = [
     {"codegen"},
     {"compiled"},
     {"report", "mutation"},
-    {"optimizers"},
-    {"batch", "inductor", "parameters"},
+    {"boxes", "optimizers"},
+    {"batch", "inductor", "parameters", "pretrained", "snapshot"},
     {"module"},
-    {"api"},
+    {"api", "checkpoint"},
     {"verification"},
     {"__main__", "__init__"},
 ]
