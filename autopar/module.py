@@ -24,6 +24,7 @@ from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import Layout, Mesh
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
+from autopar.pretrained import save_whole
 from autopar.program import Phases, State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, announce, connect
 from autopar.runtime.executor import Code, Executor, More
@@ -348,6 +349,28 @@ class ParallelModule(nn.Module):
                     value = self._placer.dtensor(local.to(target.device), layout)
             placed[name] = value
         return super().load_state_dict(placed, strict=strict, assign=assign)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
+    ) -> None:
+        """Write the whole model as safetensors; all ranks take part, rank 0 writes.
+
+        The folder of a Hugging Face model loads by its class's `from_pretrained`. No rank holds
+        more of the whole than one tensor, and rank 0 than one file. A tied parameter is written
+        once.
+
+        Args:
+            max_shard_bytes: most bytes of one file, unless a single tensor has more.
+
+        Raises:
+            CheckpointError: it could not be written.
+            InputError: safetensors is not installed.
+        """
+        self.agree("save_pretrained", new=True)
+        save_whole(
+            self.__dict__["_model"], self.state_dict(), folder, max_shard_bytes,
+            writes=self._comm.rank == 0, share=self._comm.exchange,
+        )  # fmt: skip
 
     def get_rng_state(self) -> dict[str, int]:
         """What fixes the random numbers to come, such as dropout masks.

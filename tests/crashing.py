@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import checkpoint
 
-__all__ = ["LAST", "model_of", "rank", "steps"]
+__all__ = ["LAST", "alone", "model_of", "rank", "steps"]
 
 LAST = 300  # steps that the run would take
 ROWS = 8
@@ -103,6 +103,22 @@ def rank(me: int, n: int, mesh: str, folder: str, store: str, tell: Connection, 
         checkpoints.save(step + 1, model, optimizer, wait=step % 2 == 0)
         if step % 2 == 0:
             tell.send(("saved", step + 1))
+
+
+def alone(me: int, n: int, folder: str, store: str, tell: Connection) -> None:
+    """Rank 0 saves and the others train on."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, n), rank=me, world_size=n)
+    model, optimizer = model_of("dp=2")
+    for _ in steps(model, optimizer, 0, 2):
+        pass
+    try:
+        if me == 0:
+            autopar.Checkpoints(folder).save(2, model, optimizer)
+        for _ in steps(model, optimizer, 2, 10_000):
+            pass
+    except autopar.AutoparError as error:
+        tell.send(f"{type(error).__name__}: {error}")
 
 
 def warm() -> None:

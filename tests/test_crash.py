@@ -98,7 +98,8 @@ def test_no_completed_save_is_lost(forks: Any, tmp_path: Path) -> None:
             run.listen(time.monotonic() + 60, lambda run=run: len(run.of("loss")) > 0)
             assert run.of("loss"), f"{mesh} did not start: {run.told}"
             if mine:
-                run.listen(time.monotonic() + 60, lambda run=run: not run.ranks[victim].is_alive())
+                process = run.ranks[victim]
+                run.listen(time.monotonic() + 60, lambda dead=process: not dead.is_alive())
             else:
                 run.listen(time.monotonic() + dice.uniform(0, 0.2))
                 run.ranks[victim].kill()
@@ -118,3 +119,21 @@ def test_no_completed_save_is_lost(forks: Any, tmp_path: Path) -> None:
     print(f"{KILLS} kills, {while_saving} of them while saving, up to step {reached}")
     assert while_saving >= KILLS // 4, "the dice must meet a checkpoint that is being written"
     assert reached > KILLS // 2, "the runs make way"
+
+
+def test_saving_on_one_rank_only_is_named(forks: Any, tmp_path: Path) -> None:
+    folder, store = str(tmp_path / "checkpoints"), str(tmp_path / "store")
+    ranks = []
+    for me in range(2):
+        ours, theirs = forks.Pipe()
+        process = forks.Process(target=crashing.alone, args=(me, 2, folder, store, theirs))
+        process.start()
+        ranks.append((process, ours))
+    try:
+        for _, pipe in ranks:
+            assert pipe.poll(60), "a rank hangs"
+            text = pipe.recv()
+            assert text.startswith("BatchError") and "Checkpoints.save(2)" in text
+    finally:
+        for process, _ in ranks:
+            process.kill()
