@@ -26,7 +26,7 @@ from autopar.layout import Layout, Mesh
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
 from autopar.pretrained import save_whole
 from autopar.program import Phases, State, differentiable
-from autopar.runtime import Communicator, VirtualWorld, announce, connect
+from autopar.runtime import Communicator, VirtualWorld, announce, connect, join
 from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.pieces import piece
 from autopar.source import Source
@@ -425,5 +425,5 @@ def _communicator(mesh: Mesh) -> Communicator:
                 f"The mesh {mesh} needs {mesh.size} processes, but this one was started alone.",
                 hint=f"start the script with: torchrun --nproc-per-node {mesh.size} script.py",
             )
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        join("nccl" if torch.cuda.is_available() else "gloo")
     return connect(mesh)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -137,3 +140,47 @@ def test_saving_on_one_rank_only_is_named(forks: Any, tmp_path: Path) -> None:
     finally:
         for process, _ in ranks:
             process.kill()
+
+
+ROOT = Path(__file__).parent.parent
+LARGE = ["--steps", "14", "--every", "2", "--batch", "4", "--block", "16", "--layers", "1",
+         "--width", "16", "--dtype", "float64"]  # fmt: skip
+
+
+def launched(folder: Path, mesh: str, restarts: int, *more: str) -> subprocess.Popen[str]:
+    n = autopar.mesh(mesh).size
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(n), "--max-restarts", str(restarts), "examples/train_large.py", "--mesh", mesh,
+               "--folder", str(folder), *LARGE, *more]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_torchrun_restarts_and_another_mesh_goes_on(tmp_path: Path) -> None:
+    job = launched(tmp_path / "a", "fsdp=2", 2)
+    losses: dict[int, list[float]] = {}
+    starts, pid = [], 0
+    try:
+        for line in job.stdout or ():
+            words = line.split()
+            if words[0] == "attempt":
+                starts.append(int(words[words.index("step") + 1]))
+                pid = int(words[-1])
+            elif words[0] == "step":
+                losses.setdefault(int(words[1]), []).append(float(words[3]))
+                if int(words[1]) == 7 and len(starts) == 1:
+                    os.kill(pid, signal.SIGKILL)
+        assert job.wait(30) == 0, "the restarted job ends well"
+    finally:
+        job.kill()
+    assert len(starts) == 2 and 4 <= starts[1] <= 8, starts
+    assert sorted(losses) == list(range(14))
+    again = [pair for pair in losses.values() if len(pair) > 1]
+    assert all(pair[0] == pytest.approx(pair[1], rel=1e-10) for pair in again)
+    other = launched(tmp_path / "a", "tp=2", 0, "--steps", "16")
+    text = other.communicate(timeout=120)[0]
+    assert other.returncode == 0 and "on tp=2: step 14 of 16" in text, text
+    assert (tmp_path / "a" / "model" / "model.safetensors").is_file()
