@@ -249,7 +249,10 @@ class Checkpoints:
         if not (dist.is_available() and dist.is_initialized()):
             return None
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            # named by its ranks: a number would shift those of groups made later, such as a device
+            # mesh's, by which DTensor's caches know them
+            everyone = list(range(dist.get_world_size()))
+            self._group = dist.new_group(everyone, backend="gloo", use_local_synchronization=True)
         return self._group
 
     def _together(self, what: str, work: Callable[[], T]) -> T:
