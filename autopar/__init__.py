@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar import rules
     from autopar.api import compile, parallelize
+    from autopar.checkpoint import Checkpoints
     from autopar.compiled import Compiled
     from autopar.errors import AutoparError
     from autopar.layout import Mesh, mesh
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoparError",
+    "Checkpoints",
     "Compiled",
     "Mesh",
     "ParallelModule",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoints": "autopar.checkpoint",
     "Compiled": "autopar.compiled",
     "Mesh": "autopar.layout",
     "ParallelModule": "autopar.module",

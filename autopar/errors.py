@@ -6,6 +6,7 @@ __all__ = [
     "AutoparError",
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "InputError",
     "MeshError",
     "PlanError",
@@ -59,6 +60,10 @@ class InputError(AutoparError):
 
 class BatchError(InputError):
     """The ranks were given batches that do not agree with the batch mode."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint could not be saved, or does not fit what it is loaded into."""
 
 
 class RankError(AutoparError):

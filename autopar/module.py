@@ -27,8 +27,9 @@ from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import MICRO, Layout, Mesh
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
+from autopar.pretrained import save_whole
 from autopar.program import State, differentiable
-from autopar.runtime import Communicator, VirtualWorld, announce, connect
+from autopar.runtime import Communicator, VirtualWorld, announce, connect, join
 from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.microbatches import Microbatches, step_of
 from autopar.runtime.pieces import piece
@@ -272,15 +273,19 @@ class ParallelModule(nn.Module):
         if entry is None:
             settings = ("training" if self.training else "evaluation", grad, flags, wanted)
             signature = _signature(arguments, settings)
-            self._agree(signature, new=True)
+            self.agree(signature, new=True)
             entry = self._entries[key] = self._compile(arguments, rows, grad, signature)
         else:
-            self._agree(entry.signature)
+            self.agree(entry.signature)
         self._latest = entry
         return entry
 
-    def _agree(self, signature: str, new: bool = False) -> None:
-        """Ranks that call differently must not meet; in local mode counting the rows sees to it."""
+    def agree(self, signature: str, new: bool = False) -> None:
+        """Ranks that call differently must not meet; in local mode counting the rows sees to it.
+
+        Raises:
+            BatchError: another rank calls the model, or something else that all ranks must call.
+        """
         if self._batch.mode == "global":
             announce(self._comm, signature, wait=new)
 
@@ -430,6 +435,40 @@ class ParallelModule(nn.Module):
             placed[name] = value
         return super().load_state_dict(placed, strict=strict, assign=assign)
 
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
+    ) -> None:
+        """Write the whole model as safetensors; all ranks take part, rank 0 writes.
+
+        The folder of a Hugging Face model loads by its class's `from_pretrained`. No rank holds
+        more of the whole than one tensor, and rank 0 than one file. A tied parameter is written
+        once.
+
+        Args:
+            max_shard_bytes: most bytes of one file, unless a single tensor has more.
+
+        Raises:
+            CheckpointError: it could not be written.
+            InputError: safetensors is not installed.
+        """
+        self.agree("save_pretrained", new=True)
+        save_whole(
+            self.__dict__["_model"], self.state_dict(), folder, max_shard_bytes,
+            writes=self._comm.rank == 0, share=self._comm.exchange,
+        )  # fmt: skip
+
+    def get_rng_state(self) -> dict[str, int]:
+        """What fixes the random numbers to come, such as dropout masks.
+
+        Returns:
+            the seed, and as `step` the number of calls with gradients so far.
+        """
+        return {"seed": self._comm.seed, "step": self._steps}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Continue with the random numbers of `get_rng_state`, on any mesh."""
+        self._comm.seed, self._steps = state["seed"], state["step"]
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole plain state dict, the same on every rank."""
         out = {}
@@ -471,5 +510,5 @@ def _communicator(mesh: Mesh) -> Communicator:
                 f"The mesh {mesh} needs {mesh.size} processes, but this one was started alone.",
                 hint=f"start the script with: torchrun --nproc-per-node {mesh.size} script.py",
             )
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        join("nccl" if torch.cuda.is_available() else "gloo")
     return connect(mesh)

@@ -30,7 +30,7 @@ from autopar.errors import InputError
 from autopar.grouping import Grouping
 from autopar.standins import own_step, record
 
-__all__ = ["Generated", "adopt", "cut_like", "on_whole_tensors", "refuse_random"]
+__all__ = ["Generated", "adopt", "cut_like", "on_whole_tensors", "refuse_random", "repoint"]
 
 Cut = Callable[[Tensor], Tensor]
 """Takes this rank's piece of a whole tensor, maybe as a view."""
@@ -316,11 +316,20 @@ def cut_like(value: Any, new: Any) -> Any:
     """Optimizer state of a whole parameter as a DTensor cut like `new`; other state as it is."""
     if not isinstance(value, Tensor) or value.shape != new.shape or value.dim() == 0:
         return value
+    if hasattr(value, "full_tensor"):  # loaded after the parameter was replaced
+        return value
     cut: Cut = _adopted[0].ours[new]
     return wrap_like(cut(value).clone(memory_format=torch.contiguous_format), new)
 
 
 _adopted: list[_Adopted] = []
+
+
+def repoint(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer made before the first call hold the new parameters now, with its state."""
+    for adopted in _adopted:
+        adopted.leave(optimizer)  # a step that raised
+        adopted.repoint(optimizer)
 
 
 def adopt(replaced: Iterable[tuple[Tensor, Tensor, Cut]]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.boxes import describe_pieces
 from autopar.compat import StridedShard
 from autopar.errors import InputError
 from autopar.layout import Layout, Mesh
@@ -66,6 +67,8 @@ class Placer:
     def __init__(self, mesh: Mesh, coordinate: dict[str, int], device_mesh: Any = None) -> None:
         self.mesh, self.coordinate = mesh, coordinate
         self.device_mesh = device_mesh
+        if mesh.size > 1:
+            describe_pieces()
 
     def dtensor(self, local: Tensor, layout: Layout) -> Tensor:
         """The DTensor whose piece on this rank is `local`."""

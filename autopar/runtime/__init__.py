@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.compat import foreach
 from autopar.runtime.communicator import Communicator, Pending, Transport
-from autopar.runtime.processes import announce, connect
+from autopar.runtime.processes import announce, connect, join
 from autopar.runtime.virtual import VirtualWorld
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "announce",
     "connect",
     "foreach",
+    "join",
 ]

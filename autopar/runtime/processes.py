@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import BatchError, MeshError, RankError
 from autopar.layout import Mesh
@@ -20,7 +22,7 @@ from autopar.runtime.communicator import Call, Communicator, Pending, reduce_in_
 from autopar.runtime.heartbeat import DIFFER, Heartbeat, Timing, open_store
 from autopar.runtime.virtual import VirtualWorld
 
-__all__ = ["announce", "connect"]
+__all__ = ["announce", "connect", "join"]
 
 _SMALL_BYTES = 1 << 15  # up to here every rank sends its whole value to the few others
 _FEW_RANKS = 8
@@ -30,6 +32,18 @@ _PEER_WORDS = ("connection", "peer", "pipe", "remote", "timed out")  # not this 
 # renamed in torch 2.13
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def join(backend: str) -> None:
+    """Start `torch.distributed` as torchrun's environment says.
+
+    torchrun keeps one store over all restarts, in which a restarted rank would find the addresses
+    of the dead; so each attempt has names of its own.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"autopar/{attempt}/{size}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def connect(mesh: Mesh, *, timing: Timing | None = None) -> Communicator:
