@@ -1,13 +1,15 @@
 """Time and memory of one training step, autopar beside PyTorch's own ways, on this machine's CPU.
 
-    python benchmarks/step.py [--quick] [--inductor] [--only one,dp,tp,fsdp]
+    python benchmarks/step.py [--quick] [--inductor] [--only one,dp,tp,zero,fsdp,fsdp4]
 
 A GPT of 10M parameters (examples/gpt.py, no dropout), AdamW, 4 x 128 tokens, 1 thread a rank:
 
     one  mesh of size 1      beside plain eager PyTorch
     dp   dp=2, two ranks     beside DistributedDataParallel
     tp   tp=2, two ranks     beside a hand-written DTensor plan (parallelize_module, loss_parallel)
+    zero dp=2, zero=1        beside DistributedDataParallel with ZeroRedundancyOptimizer
     fsdp fsdp=2, two ranks   beside FSDP2 (fully_shard of every block and of the rest)
+    fsdp4 fsdp=4, four ranks  beside the same
 
 Both run in the same processes, in turn, so that the machine's other load hits both. A time is from
 barrier to barrier: forward, backward, optimizer, zero_grad. Memory is measured apart, one kind a
@@ -40,8 +42,11 @@ CASES = {  # ranks, mesh, ours, theirs
     "one": (1, "dp=1", "autopar, mesh of size 1", "eager PyTorch"),
     "dp": (2, "dp=2", "autopar, dp=2", "DistributedDataParallel"),
     "tp": (2, "tp=2", "autopar, tp=2", "DTensor parallelize_module"),
+    "zero": (2, "dp=2", "autopar, dp=2, zero=1", "DDP, ZeroRedundancyOptimizer"),
     "fsdp": (2, "fsdp=2", "autopar, fsdp=2", "FSDP2 fully_shard"),
+    "fsdp4": (4, "fsdp=4", "autopar, fsdp=4", "FSDP2 fully_shard, 4 ranks"),
 }
+DATA = ("dp", "zero", "fsdp", "fsdp4")
 KINDS = ("autopar", "inductor", "peer")
 
 
@@ -73,7 +78,7 @@ def fully_sharded(model: GPT) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -88,11 +93,12 @@ def build(case: str, kind: str, config: Config) -> tuple[nn.Module, Callable[[],
     if kind != "peer":
         import autopar
 
-        backend = "inductor" if kind == "inductor" else "eager"
-        return autopar.parallelize(model, CASES[case][1], backend=backend), context
-    if case == "dp":
+        options: dict[str, Any] = {"backend": "inductor" if kind == "inductor" else "eager"}
+        options |= {"zero": 1} if case == "zero" else {}
+        return autopar.parallelize(model, CASES[case][1], **options), context
+    if case in ("dp", "zero"):
         model = nn.parallel.DistributedDataParallel(model)
-    elif case == "fsdp":
+    elif case in ("fsdp", "fsdp4"):
         model = fully_sharded(model)  # type: ignore[arg-type]
     elif case == "tp":
         from torch.distributed.tensor.parallel import loss_parallel
@@ -104,14 +110,21 @@ def build(case: str, kind: str, config: Config) -> tuple[nn.Module, Callable[[],
 def make_step(case: str, kind: str, config: Config) -> Callable[[], float]:
     """A function that trains one step and returns the loss, as the whole batch has it."""
     model, context = build(case, kind, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer: torch.optim.Optimizer
+    if case == "zero" and kind == "peer":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS, config.block + 1)
     window = torch.randint(config.vocab, shape, generator=generator)
     tokens, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-    own = case in ("dp", "fsdp") and kind == "peer"  # they want each rank's own rows
+    own = case in DATA and kind == "peer"  # they want each rank's own rows
     if own:
-        tokens, targets = (t.chunk(2)[dist.get_rank()] for t in (tokens, targets))
+        ranks = dist.get_world_size()
+        tokens, targets = (t.chunk(ranks)[dist.get_rank()] for t in (tokens, targets))
 
     def step() -> float:
         with context():
@@ -122,7 +135,7 @@ def make_step(case: str, kind: str, config: Config) -> Callable[[], float]:
         value: Tensor = loss.detach()
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore
         if own:
-            value = value / 2
+            value = value / ranks
             dist.all_reduce(value)
         return value.item()
 

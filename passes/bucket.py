@@ -39,10 +39,13 @@ class Bucket:
         g1, g0 = autopar.all_reduce_bucket([d1, d0], "dp")
 
     Args:
-        cap_bytes: most that a bucket of several holds.
+        cap_bytes: most that a bucket of several reductions holds.
+        cut_cap_bytes: most that a bucket of several gathers or scatters holds: what is cut at rest
+            is whole only while it is in one, so large buckets would cost the memory that it saves.
     """
 
     cap_bytes: int = 25 * 2**20
+    cut_cap_bytes: int = 8 * 2**20
     name: str = "bucket"
 
     def run(self, phases: Phases) -> Phases:
@@ -91,6 +94,8 @@ class Bucket:
         self, chains: list[list[fx.Node]], blocks: Mapping[fx.Node, int]
     ) -> Iterator[list[list[fx.Node]]]:
         """Buckets of at most the cap, or of one that is larger."""
+        reduced = all(n.target is ops.all_reduce.default for n in chains[0])
+        cap = self.cap_bytes if reduced else self.cut_cap_bytes
         place = [blocks.get(chain[0], -1) for chain in chains]
         of_block = Counter[int]()
         for chain, block in zip(chains, place, strict=True):
@@ -100,7 +105,7 @@ class Bucket:
         for i, (chain, block) in enumerate(zip(chains, place, strict=True)):
             turns = i > 0 and block != place[i - 1]
             coming = of_block[block] if turns and block >= 0 else _size_bytes(chain)
-            if bucket and held + coming > self.cap_bytes:
+            if bucket and held + coming > cap:
                 yield bucket
                 bucket, held = [], 0
             bucket.append(chain)
