@@ -5,6 +5,7 @@ PIP_FLAGS ?=
 MESH ?= dp=2, tp=2
 RANKS ?= 4
 TESTS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ demo: $(VENV)/.installed
 		--nproc-per-node $(RANKS) examples/train_gpt.py --mesh "$(MESH)"
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

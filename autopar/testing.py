@@ -3,7 +3,8 @@
 A test passes text, or anything whose `str` is text, and it must equal the committed file
 `golden/<module>/<test>.py` beside the test file. `pytest --update-golden` writes the files and
 prints what changed. A golden that no test asks for any more fails the run (and is deleted by
-`--update-golden`), provided that every test of its module ran.
+`--update-golden`), provided that every test of its module ran, in this process or, with
+pytest-xdist, in its workers.
 
 Before/After, for `golden(text, name="plan")` in `test_two[4]` of `tests/test_zero.py`:
 
@@ -18,6 +19,7 @@ import difflib
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,25 @@ class _Session:
         self.reports: list[str] = []
         self.orphans: list[Path] = []
 
+    def record(self) -> dict[str, Any]:
+        """All of it in plain types, to travel from a worker of pytest-xdist."""
+        return {
+            "asked": {str(p): owner for p, owner in self.asked.items()},
+            "collected": {str(p): sorted(ids) for p, ids in self.collected.items()},
+            "finished": {str(p): sorted(ids) for p, ids in self.finished.items()},
+            "partial": [str(p) for p in self.partial],
+            "reports": self.reports,
+        }
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in the record of a worker."""
+        self.asked.update({Path(p): owner for p, owner in record["asked"].items()})
+        for name in ("collected", "finished"):
+            for path, ids in record[name].items():
+                getattr(self, name).setdefault(Path(path), set()).update(ids)
+        self.partial.update(map(Path, record["partial"]))
+        self.reports += record["reports"]
+
     def shown(self, path: Path) -> str:
         """`path` relative to the root where it lies below it."""
         return path.relative_to(self.root).as_posix() if self.root in path.parents else str(path)
@@ -75,6 +96,19 @@ class _Session:
                 if not any((root / f"{p}{folder.name}.py").exists() for p in ("test_", "")):
                     found += folder.glob("*.py")
         return sorted(set(found) - self.asked.keys())
+
+
+class _Workers:
+    """Gathers what the workers of pytest-xdist asked of the goldens."""
+
+    def __init__(self, session: _Session) -> None:
+        self._session = session
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker has ended."""
+        record = getattr(node, "workeroutput", {}).get("autopar_goldens")
+        if record is not None:
+            self._session.add(record)
 
 
 _KEY = pytest.StashKey[_Session]()
@@ -148,7 +182,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the record of this session."""
-    config.stash[_KEY] = _Session(config)
+    session = config.stash[_KEY] = _Session(config)
+    if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workeroutput"):
+        config.pluginmanager.register(_Workers(session))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -177,6 +213,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail on, or delete, goldens that no test asked for."""
     record = session.config.stash[_KEY]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["autopar_goldens"] = record.record()
+        return
     record.orphans = record.find_orphans()
     if record.update:
         for path in record.orphans:

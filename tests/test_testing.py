@@ -76,6 +76,21 @@ def test_golden_orphan_is_deleted_by_update(run, pytester):
     assert not (pytester.path / "golden/mod").exists()
 
 
+@pytest.mark.parametrize("spread", ["load", "loadfile"])
+def test_goldens_are_gathered_from_workers(run, pytester, spread):
+    """Each of two processes runs a part of the tests; both kinds of report come together."""
+    workers = ("-n", "2", "--dist", spread)
+    result = run(TWO, "--update-golden", *workers)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*golden files rewritten*"])
+    assert files(pytester) == ["mod/one.py", "mod/two.py"]
+    result = run(ONE, *workers)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*asked for by no test*", "*golden/mod/two.py*"])
+    run(ONE, "--update-golden", *workers)
+    assert files(pytester) == ["mod/one.py"]
+
+
 def test_golden_of_removed_module_is_orphan(run, pytester):
     run(ONE, "--update-golden", file="test_gone.py")
     (pytester.path / "test_gone.py").unlink()
