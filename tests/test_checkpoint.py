@@ -180,7 +180,12 @@ CHAINS: list[tuple[str, dict[str, Any], list[str | None], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "meshes", "make_optimizer"), CHAINS, ids=str)
+def named(value: Any) -> str:
+    """An id that is the same in every process."""
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("name", "changes", "meshes", "make_optimizer"), CHAINS, ids=named)
 def test_losses_go_on_upon_another_mesh(
     name: str, changes: dict[str, Any], meshes: list[str | None], make_optimizer: Any, pool: Pool,
     tmp_path: Path,
