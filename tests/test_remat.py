@@ -75,7 +75,7 @@ def test_predicted_peak_is_the_measured_one(name: str, remat: str, mesh: str) ->
     given = [n.meta["val"] for n in found.forward.graph.nodes if n.op == "placeholder"]
     held = sum(v.numel() * v.itemsize for v in given)
     measured = max(size for _, size in history(found, True, device, keep=True)) - held
-    assert 0.9 * measured < peak_bytes(found) < 1.1 * measured
+    assert 0.98 * measured < peak_bytes(found) < 1.02 * measured
 
 
 def test_bytes_given_are_kept_to_with_least_repeated() -> None:
