@@ -207,10 +207,12 @@ def _compile(
     kept: dict[str, torch.dtype] = {}
     if options.precision is not None:
         bones, arguments, kept = narrowed(bones, arguments, NARROW[options.precision])
-    if options.accumulate > 1 and grad:
-        mesh = Mesh((*mesh.axes, (MICRO, options.accumulate)))
     program = capture(bones, arguments, mesh, loss=options.loss, known=is_normalized)
     check_global(program, "capture")
+    has_loss = any(o.is_loss for o in program.outputs)
+    if options.accumulate > 1 and grad and (has_loss or bones.training):
+        mesh = Mesh((*mesh.axes, (MICRO, options.accumulate)))
+        program = program.replace(mesh=mesh)
     program = Cast(kept).run(program)
     check_global(program, "cast")
     program = Normalize().run(program)

@@ -115,7 +115,7 @@ def capture(
     """Trace `model` called with `arguments` to a functional graph of aten operations.
 
     `known` tells the operations that later passes understand as they come out of export. The
-    model's training flag decides between training and evaluation behaviour.
+    training flag of each module decides between training and evaluation behaviour.
 
     Raises:
         CaptureError: the model cannot be traced, with the user's line.
@@ -126,7 +126,7 @@ def capture(
             expected="model(inputs, targets=...): the loss is computed as loss(outputs, targets)",
         )
     traced = _Traced(model, arguments, loss)
-    traced.train(model.training)
+    traced.training = model.training  # not of what is inside: a frozen norm has its own flag
     try:
         with warnings.catch_warnings(), _own_backwards_refused():
             warnings.simplefilter("ignore")

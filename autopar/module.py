@@ -220,6 +220,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own result, see docs/usage.md for what is a DTensor in it."""
         arguments = bind_arguments(args, kwargs, self._positions)
+        _check_gradients(arguments)
         rows = self._batch.rows(arguments)
         entry = self.entry(arguments, rows)
         if not entry.checked:
@@ -476,6 +477,18 @@ class ParallelModule(nn.Module):
             value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             out[name] = value.detach().clone()
         return out
+
+
+def _check_gradients(arguments: Arguments) -> None:
+    """A program has no gradients of its inputs: one that is asked for must not be lost."""
+    for name, t in zip(arguments.names, arguments.tensors, strict=True):
+        if t.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                f"The argument {name} requires a gradient, which is computed for parameters only.",
+                where=f"argument {name}",
+                expected="inputs without a gradient",
+                hint=f"pass {name}.detach(), or make what computes it a part of the model",
+            )
 
 
 def _signature(arguments: Arguments, settings: tuple[str, bool, Any, Any]) -> str:

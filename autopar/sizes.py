@@ -118,19 +118,23 @@ class Sizes:
         """Sizes from the values of all at each place."""
         return tuple(self.of(column) for column in zip(*rows, strict=True))
 
-    def probed(self, value: Any) -> Any:
-        """Nested arguments in the trace with primes; of a list of pieces only the sum counts."""
-        tables = isinstance(value, (list, tuple)) and any(
-            isinstance(v, Size) and v.probe is None for v in value
-        )
-        if tables and all(isinstance(v, (int, Size)) for v in value):
+    def probed(self, value: Any, pieces: bool = False) -> Any:
+        """Nested arguments in the trace with primes.
+
+        Args:
+            pieces: lists are the pieces on all ranks of an axis, of which only the sum counts.
+        """
+        is_list = isinstance(value, (list, tuple))
+        if pieces and is_list and value and all(isinstance(v, (int, Size)) for v in value):
+            if not has_sizes(value):
+                return value
             rows = [at_place(value, k) for k in range(len(self.places))]
             total = at_probe(self.of([sum(row) for row in rows]))
             return [total, *([0] * (len(value) - 1))]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.probed(v) for v in value)
+        if is_list:
+            return type(value)(self.probed(v, pieces) for v in value)
         if isinstance(value, dict):
-            return {k: self.probed(v) for k, v in value.items()}
+            return {k: self.probed(v, pieces) for k, v in value.items()}
         return at_probe(value)
 
     def _made(self, values: tuple[int, ...]) -> Size:

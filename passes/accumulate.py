@@ -18,7 +18,7 @@ from autopar.collectives import collective_of, ops
 from autopar.errors import PlanError
 from autopar.layout import MICRO
 from autopar.passes.bucket import Bucket
-from autopar.program import Phases, call_text, info, shares_memory
+from autopar.program import Phases, call_text, differentiable, info, shares_memory
 from autopar.roll import leaves
 from autopar.sizes import Size
 
@@ -67,6 +67,7 @@ class Accumulation:
         cut: of each result that differs between microbatches, the dim that they cut.
         tangent: name of the gradient of the loss, and its dtype.
         loss: which result the loss is.
+        carrying: results through which a gradient could come.
         scaling: results of sums that are linear in the gradient of the loss.
     """
 
@@ -82,6 +83,7 @@ class Accumulation:
     cut: dict[str, int]
     tangent: tuple[str, torch.dtype]
     loss: int
+    carrying: frozenset[int]
     scaling: frozenset[str]
 
 
@@ -182,6 +184,7 @@ class _Split:
             cut=cut,
             tangent=(self.tangents[0].name, self.tangents[0].meta["val"].dtype),
             loss=self.phases.roots[0],
+            carrying=differentiable(self.phases.program),
             scaling=frozenset(s.name for s in self.sums if s in self.linear),
         )
 

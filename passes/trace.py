@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.collectives import ops
+from autopar.collectives import collective_of, ops
 from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
 from autopar.program import shares_memory
@@ -47,7 +47,7 @@ class Request:
         mask: results that have a cotangent.
         cotangents: fake cotangents.
         probe: the same call with primes in place of the pieces of uneven cuts, see `sizes`.
-        lists: of a call with a probe, its lists of integers.
+        lists: of a call with a probe, its lists of integers, each with its form there.
     """
 
     target: Any
@@ -134,9 +134,11 @@ class Traces:
         )
         if self.sizes is None or probes is None or not differ:
             return Request(node.target, args, kwargs, tuple(operands), none, (), ())
-        later = self.sizes.probed(args), self.sizes.probed(kwargs)
+        pieces = collective_of(node) is not None
+        later = self.sizes.probed(args, pieces), self.sizes.probed(kwargs, pieces)
         probe = Request(node.target, later[0], later[1], tuple(probes), none, (), ())
-        lists = tuple(v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)))
+        plain = (v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)))
+        lists = tuple((v, self.sizes.probed(v, pieces)) for v in plain)
         first = at_place(args, 0), at_place(kwargs, 0)
         given = tuple(operands)
         return Request(node.target, first[0], first[1], given, none, (), (), probe, lists)
@@ -220,12 +222,13 @@ class _Join:
     """Joins two traces of a call, of other shapes, into one with sizes.
 
     Args:
-        lists: lists of integers among the arguments of the call, which come back as they are.
+        lists: lists of integers among the arguments of the call, which come back as they are,
+            each with its form in the later trace.
     """
 
     def __init__(self, sizes: Sizes, lists: Sequence[Any]) -> None:
         self.sizes = sizes
-        self.lists = {(_plain(at_place(v, 0)), _plain(sizes.probed(v))): v for v in lists}
+        self.lists = {(_plain(at_place(v, 0)), _plain(later)): v for v, later in lists}
         self.graph = fx.Graph()
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.twins: dict[fx.Node, fx.Node] = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import BatchError, PlanError
-from autopar.layout import DATA_AXES
+from autopar.layout import DATA_AXES, MICRO
 from autopar.program import Program, info, update_info
 from autopar.rules.factors import specs
 from autopar.strategies.follow import Follow
@@ -40,11 +40,12 @@ class Data:
         data = [(a, n) for a, n in sizes if a == self.axis or (a in DATA_AXES and n > 1)]
         ranks = math.prod(n for _, n in data)
         if 0 < program.batch_size < ranks:
-            over = " x ".join(f"{a}={n}" for a, n in data)
+            over = " x ".join(f"{'accumulate' if a == MICRO else a}={n}" for a, n in data)
             raise BatchError(
                 f"A batch of {program.batch_size} rows cannot be spread over {over}.",
                 expected=f"at least {ranks} rows",
-                hint="use a larger batch or a smaller mesh axis",
+                hint="use a larger batch or a smaller mesh axis"
+                + (", or fewer microbatches" if MICRO in program.mesh.names else ""),
             )
         table = specs(program)
         nodes = program.placeholders()

@@ -135,7 +135,7 @@ def test_misuse_is_refused() -> None:
     model, inputs = make("gpt", 4)
     with pytest.raises(InputError, match="accumulate=0"):
         autopar.compile(model, "dp=2", inputs, accumulate=0)
-    with pytest.raises(BatchError, match="4 rows cannot be spread over dp=2 x micro=3"):
+    with pytest.raises(BatchError, match="4 rows cannot be spread over dp=2 x accumulate=3"):
         autopar.compile(model, "dp=2", inputs, accumulate=3)
     with pytest.raises(PlanError, match="needs the loss inside"):
         autopar.compile(nn.Linear(4, 4), "dp=2", torch.randn(8, 4), accumulate=2)
@@ -159,8 +159,11 @@ def test_loop_of_the_user_stays_as_it_is() -> None:
         assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-12), name
     with torch.no_grad():
         assert torch.allclose(parallel(x)[0], alone(x)[0], atol=1e-12)
-    with pytest.raises((RuntimeError, AutoparError)):
-        parallel(x, y)[0].sum().backward()  # only the loss carries a gradient
+    logits, loss = parallel(x, y)
+    with pytest.raises(AutoparError, match="an output beside the loss"):
+        (loss + logits.sum()).backward()
+    parallel.eval()
+    assert torch.allclose(parallel(x), alone.eval()(x), atol=1e-12), "nothing to split"
 
 
 def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> Any:

@@ -268,3 +268,28 @@ def test_odd_model_equals_one_device(kind: type[nn.Module], mesh: str) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(7, 6, dtype=torch.double)
     autopar.verify(model.double(), mesh, x, steps=2, lr=0.02).raise_if_failed()
+
+
+class Flags(nn.Module):
+    """A frozen norm and a frozen dropout in a model that trains, and one that drops always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(7, 5), nn.BatchNorm1d(5)
+        self.frozen, self.drop = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.frozen(self.norm(self.first(x)))).square().mean()
+
+
+def test_modules_keep_their_own_training_flags() -> None:
+    torch.manual_seed(0)
+    model, x = Flags().double(), torch.randn(8, 7).double()
+    model.norm.eval(), model.frozen.eval(), model.drop.eval()
+    equal(model, x, "dp=2")  # no dropout at all: the reference is plain torch
+    parallel = autopar.parallelize(model, "dp=1")
+    assert torch.allclose(parallel(x), model(x), rtol=1e-12)
+    model.eval()
+    still = parallel(x).item()
+    model.drop.train()  # Monte Carlo dropout
+    assert len({round(parallel(x).item(), 9) for _ in range(3)} | {round(still, 9)}) == 4

@@ -598,3 +598,14 @@ def test_local_batches_may_be_split_anew_at_every_step(pool: Pool):
     mean = float(torch.arange(24.0).view(6, 4).sum(1).mean() * 0.5)
     for losses in pool.run(3, _splits):
         assert losses == pytest.approx([mean] * 4, rel=1e-12)
+
+
+def test_gradient_of_an_input_is_refused_and_not_lost():
+    model, x = nn.Linear(4, 2), torch.randn(3, 4, requires_grad=True)
+    parallel = autopar.parallelize(model, "dp=1")
+    with pytest.raises(InputError) as error:
+        parallel(x)
+    says(error, "argument input requires a gradient", "input.detach()")
+    with torch.no_grad():
+        parallel(x)
+    parallel(x.detach()).sum().backward()

@@ -71,7 +71,11 @@ def test_list_of_pieces_counts_by_its_sum():
     table = sizes("dp=2, tp=2", Atom(7, ("dp", "tp")), Atom(7, ("dp",)))
     pieces = [table.of(row) for row in ((2, 2, 2, 2), (2, 2, 1, 1))]
     assert at_place(pieces, 0) == [2, 2] and at_place(pieces, 3) == [2, 1]
-    assert sum(table.probed(pieces)) == at_probe(table.of((4, 4, 3, 3)))
+    assert sum(table.probed(pieces, pieces=True)) == at_probe(table.of((4, 4, 3, 3)))
+    mixed = [table.of((4, 4, 3, 3)), 2]  # one that differs beside one that does not
+    with pytest.raises(AutoparError, match="by rank"):
+        table.probed(mixed, pieces=True)
+    assert table.probed(mixed) == [at_probe(mixed[0]), 2]
 
 
 def test_ranks_with_different_pieces_run_one_program():

@@ -11,6 +11,7 @@ from models import HUGGING_FACE, KINDS, make
 from pool import Pool
 from test_equality import DROPOUT, ODD, equal, one_thread
 from test_processes import CASTS, agree, loss_of, report, sgd, train
+from torch import nn
 
 import autopar
 from autopar.errors import PlanError
@@ -54,6 +55,25 @@ def test_every_stage_is_exact(mesh: str, stage: int) -> None:
 def test_parameters_gathered_once_are_exact(name: str) -> None:
     """Five rows over three ranks, and many dims that do not divide."""
     equal(*make(name, 5), "fsdp=3", zero=2)
+
+
+class Attention(nn.Module):
+    """Three heads over two ranks, seven rows over two: pieces of different sizes side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.out = nn.MultiheadAttention(6, 3, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.attend(x, x, x, need_weights=False)[0]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("fsdp=2, tp=2", {}), ("dp=2, tp=2", {"zero": 3, "accumulate": 2})]
+)
+def test_uneven_heads_and_rows_are_exact(mesh: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    equal(Attention().double(), torch.randn(7, 4, 6).double(), mesh, **options)
 
 
 def test_frozen_parameters_stay() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autopar.errors import AutoparError
 from autopar.layout import MICRO, Layout, Mesh, chunk_sizes
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import cut_of
@@ -46,6 +47,7 @@ class Step:
         cut: dim of results that differ between microbatches.
         tangent: name of the gradient of the loss, and its dtype.
         loss: which result the loss is.
+        carrying: results through which a gradient could come.
         scaling: results of sums that are linear in the gradient of the loss.
     """
 
@@ -59,6 +61,7 @@ class Step:
     cut: Mapping[str, int]
     tangent: tuple[str, torch.dtype]
     loss: int
+    carrying: frozenset[int]
     scaling: frozenset[str]
 
 
@@ -70,7 +73,8 @@ def step_of(found: Any, functions: Mapping[str, Callable[..., Any]]) -> Step:
         takes={name: part.takes for name, part in parts.items()},
         gives={name: part.gives for name, part in parts.items()},
         counted=found.counted, summed=found.summed, placed=found.placed, results=found.results,
-        cut=found.cut, tangent=found.tangent, loss=found.loss, scaling=found.scaling,
+        cut=found.cut, tangent=found.tangent, loss=found.loss, carrying=found.carrying,
+        scaling=found.scaling,
     )  # fmt: skip
 
 
@@ -103,7 +107,7 @@ class Microbatches:
     @property
     def carrying(self) -> frozenset[int]:
         """Results through which a gradient can come."""
-        return frozenset([self.step.loss])
+        return self.step.carrying
 
     def run(self, values: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
         """Results of one call; gradients go from the loss to `leaves`.
@@ -220,6 +224,14 @@ class _Step(torch.autograd.Function):
             raise RuntimeError(
                 "backward was called twice on the same step; its gradients are freed after the "
                 "first call. Run the model again, or add the losses before calling backward."
+            )
+        if any(g is not None for i, g in enumerate(grads) if i != micro.step.loss):
+            raise AutoparError(
+                "A gradient arrives at an output beside the loss, but with accumulate= forward and "
+                "backward of the microbatches have run already.",
+                where="an output of the model other than its loss",
+                expected="gradients through the loss alone",
+                hint="compute that term inside the model or in loss=, or leave out accumulate=",
             )
         kept, ctx.kept = ctx.kept, None
         tangent = grads[micro.step.loss]
