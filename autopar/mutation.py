@@ -86,7 +86,7 @@ def mutants(compiled: Compiled) -> Iterator[Mutant]:
             mutant = edited(program.graph, i, change)
             if mutant is not None:
                 build = _again(compiled, program.replace(graph=mutant))
-                yield Mutant(f"spmd {node.name}", kind, build)
+                yield Mutant(f"spmd {node.name}", kind, build, harmless(node, kind))
 
 
 def _with(compiled: Compiled, key: Any, phases: Phases) -> Compiled:

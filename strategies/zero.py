@@ -42,7 +42,7 @@ class Zero:
                 continue
             if state.layout is None:
                 rest = cut(record.layouts[0], self.axis, program.mesh)
-                update_info(node, rest=rest, again=again)
+                update_info(node, rest=rest, again=again and rest is not None)
             elif state.layout != state.used:  # it stays as an earlier program placed it
                 update_info(node, rest=state.layout, again=again)
 
