@@ -28,6 +28,7 @@ class WorkerError(AssertionError):
 def _work(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -49,6 +50,8 @@ def _work(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # it keeps meshes of this world, which equal those of the next, and their dead groups
+            _clear_sharding_prop_cache()
         try:
             pipe.send(answer)
         except Exception:
