@@ -34,22 +34,19 @@ ROWS = (
 """Models whose loss is a sum over rows divided by counts."""
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows", "count", "options"),
-    [
-        ("dp=2", 7, 3, {}),  # 4 and 3 rows; microbatches of 2, 2, 0 and of 1, 1, 1
-        ("fsdp=2", 8, 4, {"remat": "full"}),
-        ("dp=1", 4, 1, {}),
-    ],
-)
-@pytest.mark.parametrize("name", ROWS)
+CASES: list[Any] = [(n, "dp=2", 7, 3, {}) for n in ROWS]  # microbatches of 2, 2, 0 and 1, 1, 1
+CASES += [(n, "fsdp=2", 8, 4, {"remat": "full"}) for n in ("gpt2", "llama", "gpt", "unet")]
+CASES += [("gpt", "dp=1", 4, 1, {}), ("vit", "dp=1", 5, 2, {})]
+
+
+@pytest.mark.parametrize(("name", "mesh", "rows", "count", "options"), CASES)
 def test_step_is_that_of_the_whole_batch(
     name: str, mesh: str, rows: int, count: int, options: dict[str, Any]
 ) -> None:
     equal(*make(name, rows, **DROPOUT.get(name, {})), mesh, accumulate=count, **options)
 
 
-@pytest.mark.parametrize("name", [n for n in ROWS if n != "encoder"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gpt", "einsum"])
 def test_step_is_exact_beside_tensor_parallelism(name: str) -> None:
     equal(*make(name, 8), "dp=2, tp=2", accumulate=3, zero=1)
 
