@@ -39,7 +39,7 @@ def _work(pipe: Connection) -> None:
         fn, rank, n, args, path = job
         try:
             store = dist.FileStore(path, n)
-            timeout = timedelta(seconds=60)
+            timeout = timedelta(seconds=180)  # a busy machine
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
             dist.barrier()  # a rank that leaves early would break the others' connecting
             answer = (True, fn(rank, n, *args))
@@ -76,7 +76,7 @@ class Pool:
         n: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 180.0,
+        timeout_s: float = 420.0,
         dead: tuple[int, ...] = (),
     ) -> list[Any]:
         """Call `fn(rank, n, *args)` in a world of n processes.
