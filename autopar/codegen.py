@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.passes.accumulate import Accumulation
 from autopar.program import Phases, Program
+from autopar.schedule import PARTS
 from autopar.writer import Writer
 
 __all__ = ["Functions", "generate", "generate_parts", "load", "load_parts"]
@@ -82,10 +83,10 @@ def generate(phases: Phases, title: str, *, rolled: bool = True) -> str:
 def generate_parts(accumulation: Accumulation, program: Program, title: str) -> str:
     """The source of the module for a step over microbatches: one function a part."""
     text = _PARTS.format(title=title, mesh=program.mesh)
-    for name in ("count", "start", "body", "end", "finish"):
-        part = getattr(accumulation, name)
-        if part.gives:
-            text += "\n\n" + Writer(part.graph.graph, 0, True).written(name, [], -1)
+    for name in PARTS:
+        if accumulation.step.gives[name]:
+            graph = accumulation.graphs[name].graph
+            text += "\n\n" + Writer(graph, 0, True).written(name, [], -1)
     return text
 
 
@@ -98,7 +99,7 @@ def load(source: str, filename: str) -> Functions:
 def load_parts(source: str, filename: str) -> dict[str, Callable[..., Any]]:
     """The functions of `generate_parts` by name."""
     scope = _executed(source, filename)
-    return {k: scope[k] for k in ("count", "start", "body", "end", "finish") if k in scope}
+    return {k: scope[k] for k in PARTS if k in scope}
 
 
 def _executed(source: str, filename: str) -> dict[str, Any]:

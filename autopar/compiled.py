@@ -19,6 +19,7 @@ from autopar.passes.accumulate import Accumulation
 from autopar.passes.merge import place_phases
 from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
+from autopar.schedule import Step
 from autopar.sizes import Sizes
 from autopar.strategies.remat import Remat
 from autopar.text import show
@@ -109,6 +110,12 @@ class Compiled:
             key: load(generate(phases, self.title), f"<virtual {self.title} {key}>")
             for key, phases in self.phases.items()
         }
+
+    def step(self, coordinate: Mapping[str, int]) -> Step:
+        """What runs when over microbatches, with the sizes of a rank."""
+        assert self.accumulation is not None, "only with accumulate="
+        here = {**dict.fromkeys(self.annotated.mesh.names, 0), **coordinate}
+        return self.accumulation.step.at(list(self.places()).index(self.signature(here)))
 
     def parts(self) -> dict[str, Callable[..., Any]]:
         """The generated functions of a step over microbatches, by name."""

@@ -31,7 +31,7 @@ from autopar.pretrained import save_whole
 from autopar.program import State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, announce, connect, join
 from autopar.runtime.executor import Code, Executor, More
-from autopar.runtime.microbatches import Microbatches, step_of
+from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import piece
 from autopar.source import Source
 from autopar.tracing import Stepper, generated, stepper_of
@@ -317,8 +317,10 @@ class ParallelModule(nn.Module):
         executor: Executor | Microbatches
         if compiled.accumulation is not None:
             whole_mesh, placed = compiled.annotated.mesh, [*[None] * len(states), *layouts]
-            step = step_of(compiled.accumulation, compiled.parts())
-            executor = Microbatches(step, whole_mesh, placed, wrap, self._comm, self._device)
+            step = compiled.step(self._comm.coordinate)
+            executor = Microbatches(
+                step, compiled.parts(), whole_mesh, placed, wrap, self._comm, self._device
+            )
             layouts = [x.without(MICRO) for x in layouts]
         else:
             code, more = self._code(compiled), self._more(compiled)

@@ -23,7 +23,7 @@ from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
 from autopar.runtime import Communicator, VirtualWorld
 from autopar.runtime.executor import Code, Executor
-from autopar.runtime.microbatches import Microbatches, step_of
+from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import assemble, piece
 from autopar.static import check_phases, check_ranks, count_collectives
 
@@ -285,9 +285,8 @@ def run_virtual(
     }
     args, kwargs = as_call(example_inputs)
     tensors = bind_arguments(args, kwargs).tensors
-    found = compiled.accumulation
-    step = None if found is None else step_of(found, compiled.parts())
-    functions = compiled.functions() if step is None else {}
+    micro = compiled.accumulation is not None
+    functions, parts = ({}, compiled.parts()) if micro else (compiled.functions(), {})
 
     def body(comm: Communicator) -> list[dict[str, Any]]:
         comm.seed = seed
@@ -305,9 +304,10 @@ def run_virtual(
         params = {n: local[n].requires_grad_(True) for n in phases.gradients}
         opt = make(list(params.values()))
         executor: Executor | Microbatches
-        if step is not None:
+        if micro:
             placed = [*[None] * len(program.states), *(i.layout for i in program.inputs)]
-            executor = Microbatches(step, full, placed, _plain, comm, tensors[0].device)
+            step = compiled.step(comm.coordinate)
+            executor = Microbatches(step, parts, full, placed, _plain, comm, tensors[0].device)
         else:
             code = functions[key]
             bound = Code(code.forward, code.backward, phases.roots)

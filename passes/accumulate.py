@@ -7,11 +7,10 @@ batch, and what would mix rows of different parts is seen as a collective where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
 from autopar.collectives import collective_of, ops
@@ -20,75 +19,22 @@ from autopar.layout import MICRO
 from autopar.passes.bucket import Bucket
 from autopar.program import Phases, call_text, differentiable, info, shares_memory
 from autopar.roll import leaves
+from autopar.schedule import Join, Step
 from autopar.sizes import Size
 
-__all__ = ["Accumulation", "Part", "accumulate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One function: a graph, and the names of the values that it takes and gives."""
-
-    graph: fx.GraphModule
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A sum over microbatches, or values of all of them side by side.
-
-    Args:
-        operand, result: names.
-        how: "sum", "max", "min" or "gather".
-        dim, outer: of a gather, where the pieces lie in the dim.
-    """
-
-    operand: str
-    result: str
-    how: str
-    dim: int = 0
-    outer: int | Size = 1
+__all__ = ["Accumulation", "accumulate"]
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """A step over microbatches.
+    """A step over microbatches, and the graph of each of its functions."""
 
-    Args:
-        count: once for each microbatch, before all else: what the whole batch is counted by.
-        start: once: what does not differ between microbatches.
-        body: once for each: forward, and backward with a gradient of 1 at the loss.
-        end: once: results.
-        finish: once, in the backward pass: gradients.
-        counted, summed: the sums over microbatches after `count` and after `body`.
-        placed: name of each state and input, in order.
-        results: name of each result, in order.
-        cut: of each result that differs between microbatches, the dim that they cut.
-        tangent: name of the gradient of the loss, and its dtype.
-        loss: which result the loss is.
-        carrying: results through which a gradient could come.
-        scaling: results of sums that are linear in the gradient of the loss.
-    """
-
-    count: Part
-    start: Part
-    body: Part
-    end: Part
-    finish: Part
-    counted: tuple[Join, ...]
-    summed: tuple[Join, ...]
-    placed: tuple[str, ...]
-    results: tuple[str, ...]
-    cut: dict[str, int]
-    tangent: tuple[str, torch.dtype]
-    loss: int
-    carrying: frozenset[int]
-    scaling: frozenset[str]
+    step: Step
+    graphs: Mapping[str, fx.GraphModule]
 
 
 def accumulate(phases: Phases) -> Accumulation:
-    """Take a differentiated program apart at its sums over the axis `MICRO`.
+    """Take a differentiated program apart at the joins over the axis `MICRO`.
 
     Raises:
         PlanError: rows of different microbatches are mixed, or there is no loss.
@@ -106,15 +52,21 @@ _JOINS = (
 )  # fmt: skip
 
 
+class _Part(NamedTuple):
+    graph: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
 class _Split:
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
         self.graph, self.results, self.gradients, self.tangents = _inlined(phases)
         nodes = list(self.graph.nodes)
         self.inputs = [n for n in nodes if n.op == "placeholder"]
-        self.sums = [n for n in nodes if _is_sum(n)]
+        self.joins = [n for n in nodes if _joins(n)]
         self.varying: set[fx.Node] = set()
-        self.sources: dict[fx.Node, set[fx.Node]] = {}  # the sums that a value is computed from
+        self.sources: dict[fx.Node, set[fx.Node]] = {}  # the joins that a value is computed from
         self.linear = set(self.tangents)  # what is computed from the gradient of the loss
         for node in nodes:
             self.note(node)
@@ -122,13 +74,13 @@ class _Split:
         self.inline = {n for n in nodes if info(n).again or info(n).origin in again}  # not held
 
     def note(self, node: fx.Node) -> None:
-        """Whether a value differs between microbatches, and which sums over them it needs."""
+        """Whether a value differs between microbatches, and which joins over them it needs."""
         operands = node.all_input_nodes
-        direct = [{n} if _is_sum(n) else self.sources[n] for n in operands]
+        direct = [{n} if _joins(n) else self.sources[n] for n in operands]
         self.sources[node] = set().union(*direct)
         if self.linear.intersection(operands):
             self.linear.add(node)
-        if _is_sum(node):
+        if _joins(node):
             return
         row = collective_of(node)
         if row is not None and row.factor and node.args[1] == MICRO:  # neither sum nor gather
@@ -160,23 +112,27 @@ class _Split:
     def run(self) -> Accumulation:
         needed = _ancestors([*self.results, *self.gradients], ())
         used = set().union(*(self.sources[n] for n in self.varying & needed))
-        counted = [s for s in self.sums if s in used]
+        counted = [s for s in self.joins if s in used]
         for node in counted:
             if self.sources[node]:
                 raise self.mixed(node)
-        summed = [s for s in self.sums if s in needed and s not in used]
+        summed = [s for s in self.joins if s in needed and s not in used]
         cut = {n.name: self.dim(n) for n in self.results if n in self.varying}
         ends = [n for n in self.results if n not in self.varying]
         inner = [n for n in self.results if n in self.varying]
         body = [*(s.args[0] for s in summed), *inner]
         once = self.once(body, counted)
-        known = [*self.inputs, *self.sums]
-        return Accumulation(
-            count=self.part([s.args[0] for s in counted], self.inputs),
-            start=self.part(once, [*self.inputs, *counted]),
-            body=self.part(body, [*self.inputs, *counted, *once], reductions=True),
-            end=self.part(ends, known),
-            finish=self.part(self.gradients, known, reductions=True),
+        known = [*self.inputs, *self.joins]
+        parts = {
+            "count": self.part([s.args[0] for s in counted], self.inputs),
+            "start": self.part(once, [*self.inputs, *counted]),
+            "body": self.part(body, [*self.inputs, *counted, *once], reductions=True),
+            "end": self.part(ends, known),
+            "finish": self.part(self.gradients, known, reductions=True),
+        }
+        step = Step(
+            takes={name: part.takes for name, part in parts.items()},
+            gives={name: part.gives for name, part in parts.items()},
             counted=tuple(map(_join, counted)),
             summed=tuple(map(_join, summed)),
             placed=tuple(n.name for n in self.inputs if n not in self.tangents),
@@ -185,8 +141,9 @@ class _Split:
             tangent=(self.tangents[0].name, self.tangents[0].meta["val"].dtype),
             loss=self.phases.roots[0],
             carrying=differentiable(self.phases.program),
-            scaling=frozenset(s.name for s in self.sums if s in self.linear),
+            scaling=frozenset(s.name for s in self.joins if s in self.linear),
         )
+        return Accumulation(step, {name: part.graph for name, part in parts.items()})
 
     def once(self, body: Iterable[Any], counted: Sequence[fx.Node]) -> list[fx.Node]:
         """The calls outside the loop whose values it takes; views are made within."""
@@ -212,7 +169,7 @@ class _Split:
 
     def part(
         self, outputs: Sequence[Any], known: Sequence[fx.Node], reductions: bool = False
-    ) -> Part:
+    ) -> _Part:
         """The function that computes values from known ones."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
@@ -233,7 +190,7 @@ class _Split:
         if reductions:
             bucket.reductions(graph)
         names = tuple("" if o is None else o.name for o in outputs)
-        return Part(fx.GraphModule(nn.Module(), graph), tuple(n.name for n in inputs), names)
+        return _Part(fx.GraphModule(nn.Module(), graph), tuple(n.name for n in inputs), names)
 
 
 def _join(node: fx.Node) -> Join:
@@ -244,7 +201,7 @@ def _join(node: fx.Node) -> Join:
     return Join(operand.name, node.name, "gather", dim, outer)  # type: ignore[arg-type]
 
 
-def _is_sum(node: fx.Node) -> bool:
+def _joins(node: fx.Node) -> bool:
     """Whether a call joins what microbatches give, so that the result is the same for all."""
     return node.target in _JOINS and node.args[1] == MICRO
 

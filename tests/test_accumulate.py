@@ -18,6 +18,9 @@ from autopar.collectives import collective_of
 from autopar.errors import AutoparError, BatchError, InputError, PlanError
 from autopar.mistakes import changes, harmless
 from autopar.mutation import edited
+from autopar.runtime.microbatches import side_by_side
+from autopar.schedule import PARTS, Join, Step
+from autopar.sizes import Size
 from autopar.verification import caught_virtually, run_eager
 
 __all__ = ["one_thread"]  # the fixture
@@ -65,10 +68,10 @@ def test_gradients_are_reduced_once_for_all_microbatches() -> None:
     model, inputs = make("gpt", 8)
     found = autopar.compile(model, "dp=2", inputs, accumulate=4).accumulation
     assert found is not None
-    assert not moving(found.count.graph, "dp") and not moving(found.body.graph, "dp")
-    assert moving(found.start.graph, "dp") == ["all_reduce"], "the count"
-    assert set(moving(found.finish.graph, "dp")) <= {"all_reduce_bucket", "all_reduce"}
-    held = [n for n in found.count.graph.graph.nodes if n.op == "placeholder"]
+    assert not moving(found.graphs["count"], "dp") and not moving(found.graphs["body"], "dp")
+    assert moving(found.graphs["start"], "dp") == ["all_reduce"], "the count"
+    assert set(moving(found.graphs["finish"], "dp")) <= {"all_reduce_bucket", "all_reduce"}
+    held = [n for n in found.graphs["count"].graph.nodes if n.op == "placeholder"]
     assert len(held) == 1, "labels are counted without the model"
 
 
@@ -83,14 +86,14 @@ def test_every_mistake_in_the_parts_is_caught() -> None:
     want = run_eager(model, inputs, 1, sgd_of)
     assert caught_virtually(found, model, inputs, want) == ""
     missed, count = [], 0
-    for name in ("count", "start", "body", "end", "finish"):
-        part = getattr(found.accumulation, name)
-        for i, node in enumerate(part.graph.graph.nodes):
+    for name, part in found.accumulation.graphs.items():
+        for i, node in enumerate(part.graph.nodes):
             for kind, change in changes(node, found.annotated.mesh):
-                graph = edited(part.graph, i, change)
+                graph = edited(part, i, change)
                 if graph is None or harmless(node, kind):
                     continue
-                wrong = replace(found.accumulation, **{name: replace(part, graph=graph)})
+                graphs = {**found.accumulation.graphs, name: graph}
+                wrong = replace(found.accumulation, graphs=graphs)
                 try:
                     caught = caught_virtually(
                         replace(found, accumulation=wrong), model, inputs, want
@@ -107,10 +110,10 @@ def test_parameters_are_gathered_once_in_the_first_stages() -> None:
     model, inputs = make("gpt", 8)
     for zero, times in ((1, "once"), (3, "for each")):
         found: Any = autopar.compile(model, "fsdp=2", inputs, accumulate=4, zero=zero).accumulation
-        start, body = (moving(part.graph, "fsdp") for part in (found.start, found.body))
+        start, body = (moving(found.graphs[name], "fsdp") for name in ("start", "body"))
         assert any("gather" in name for name in start if zero == 1 or "replicated" in name)
         assert any("gather" in name for name in body) == (times == "for each")
-        weights = {n for n in found.start.gives if "gather" in n or n.startswith("getitem")}
+        weights = {n for n in found.step.gives["start"] if "gather" in n or n.startswith("getitem")}
         assert bool(weights) == (times == "once"), "held from one microbatch to the next"
 
 
@@ -187,3 +190,15 @@ def test_processes_equal_one_device(
     model, inputs = make(name, 8)
     want = train(make(name, 8)[0], lambda m: loss_of(m(**inputs)), sgd)
     agree(ranks, want, model, 1e-6 if name in CASTS else 1e-10)
+
+
+def test_pieces_of_microbatches_stand_within_the_elements_before_them() -> None:
+    """A dim of heads, uneven over ranks, times rows: each head has the rows of all microbatches."""
+    whole = torch.arange(12).reshape(3, 4)
+    pieces = [whole[:, :2].reshape(6), whole[:, 2:].reshape(6)]
+    assert torch.equal(side_by_side(pieces, 0, 3), whole.reshape(12))
+    join = Join("a", "b", "gather", 0, Size("n0", 'comm.piece(3, "tp")', (2, 1), 10009))
+    none: dict[str, Any] = dict.fromkeys(PARTS, ())
+    tangent = ("t", torch.float64)
+    step = Step(none, none, (join,), (), (), (), {}, tangent, 0, frozenset(), frozenset())
+    assert [step.at(k).counted[0].outer for k in (0, 1)] == [2, 1]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,76 +12,19 @@ from autopar.errors import AutoparError
 from autopar.layout import MICRO, Layout, Mesh, chunk_sizes
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import cut_of
+from autopar.schedule import Join, Step
 
-__all__ = ["Microbatches", "Step", "step_of"]
+__all__ = ["Microbatches"]
 
 Values = dict[str, Any]
-
-
-class Join(Protocol):
-    """A sum over microbatches, or values of all of them side by side."""
-
-    @property
-    def operand(self) -> str: ...
-    @property
-    def result(self) -> str: ...
-    @property
-    def how(self) -> str: ...
-    @property
-    def dim(self) -> int: ...
-    @property
-    def outer(self) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The generated functions of a step and what they take and give.
-
-    Args:
-        functions: `count`, `start`, `body`, `end`, `finish`; those that give nothing are not there.
-        takes, gives: names of values, by function.
-        counted, summed: what is joined after `count` and after `body`.
-        placed: name of each state and input.
-        results: name of each result.
-        cut: dim of results that differ between microbatches.
-        tangent: name of the gradient of the loss, and its dtype.
-        loss: which result the loss is.
-        carrying: results through which a gradient could come.
-        scaling: results of sums that are linear in the gradient of the loss.
-    """
-
-    functions: Mapping[str, Callable[..., Any]]
-    takes: Mapping[str, Sequence[str]]
-    gives: Mapping[str, Sequence[str]]
-    counted: Sequence[Join]
-    summed: Sequence[Join]
-    placed: Sequence[str]
-    results: Sequence[str]
-    cut: Mapping[str, int]
-    tangent: tuple[str, torch.dtype]
-    loss: int
-    carrying: frozenset[int]
-    scaling: frozenset[str]
-
-
-def step_of(found: Any, functions: Mapping[str, Callable[..., Any]]) -> Step:
-    """The step of an accumulation (`passes.accumulate`) and its generated functions."""
-    parts = {name: getattr(found, name) for name in ("count", "start", "body", "end", "finish")}
-    return Step(
-        functions=functions,
-        takes={name: part.takes for name, part in parts.items()},
-        gives={name: part.gives for name, part in parts.items()},
-        counted=found.counted, summed=found.summed, placed=found.placed, results=found.results,
-        cut=found.cut, tangent=found.tangent, loss=found.loss, carrying=found.carrying,
-        scaling=found.scaling,
-    )  # fmt: skip
 
 
 class Microbatches:
     """A step over microbatches, bound to a rank.
 
     Args:
-        step: the functions.
+        step: what runs when, with the sizes of this rank.
+        functions: the generated ones, by name; those that give nothing are not there.
         mesh: with the axis of microbatches.
         layouts: of states and inputs, in order; None for states.
         wrap: makes the gradient of the i-th differentiated state from its local piece.
@@ -93,13 +35,15 @@ class Microbatches:
     def __init__(
         self,
         step: Step,
+        functions: Mapping[str, Callable[..., Any]],
         mesh: Mesh,
         layouts: Sequence[Layout | None],
         wrap: Callable[[int, Tensor], Tensor],
         comm: Communicator,
         device: torch.device,
     ) -> None:
-        self.step, self.mesh, self.layouts, self.wrap = step, mesh, layouts, wrap
+        self.step, self.functions = step, functions
+        self.mesh, self.layouts, self.wrap = mesh, layouts, wrap
         self.comm, self.device = comm, device
         places = [{**comm.coordinate, MICRO: i} for i in range(mesh.sizes[MICRO])]
         self.comms = [Communicator(mesh, mesh.rank(p), comm.transport) for p in places]
@@ -158,7 +102,7 @@ class Microbatches:
         cut: dict[str, list[Tensor]] | None = None,
     ) -> None:
         """Run a function for every microbatch and join what it gives."""
-        if name not in self.step.functions:
+        if name not in self.functions:
             return
         pieces: dict[str, list[Tensor]] = {j.result: [] for j in joins if j.how == "gather"}
         totals: Values = {}
@@ -177,11 +121,11 @@ class Microbatches:
         common.update(totals)
         for join in joins:
             if join.how == "gather":
-                common[join.result] = _side_by_side(pieces[join.result], join.dim, join.outer)
+                common[join.result] = side_by_side(pieces[join.result], join.dim, join.outer)
 
     def call(self, name: str, comm: Communicator, values: Values) -> Values:
         """What a function gives, by name."""
-        function = self.step.functions.get(name)
+        function = self.functions.get(name)
         if function is None:
             return {}
         with torch.no_grad():
@@ -197,7 +141,7 @@ def _add(total: Tensor, value: Tensor, reduction: str) -> Tensor:
     return torch.maximum(total, value) if reduction == "max" else torch.minimum(total, value)
 
 
-def _side_by_side(pieces: list[Tensor], dim: int, outer: int) -> Tensor:
+def side_by_side(pieces: list[Tensor], dim: int, outer: Any) -> Tensor:
     """Pieces of a dim that stand within `outer` elements each."""
     shape = pieces[0].shape
     apart = [p.reshape(*shape[:dim], outer, -1, *shape[dim + 1 :]) for p in pieces]
@@ -243,6 +187,6 @@ class _Step(torch.autograd.Function):
         comm = micro.comms[0]
         with torch.no_grad():
             inputs = [kept.pop(n) for n in micro.step.takes["finish"]]
-            local = micro.step.functions["finish"](comm, micro.device, inputs)
+            local = micro.functions["finish"](comm, micro.device, inputs)
         wrapped = (None if g is None else micro.wrap(i, g) for i, g in enumerate(local))
         return (None, None, *wrapped)

@@ -1,0 +1,76 @@
+"""What runs when in a step over microbatches, and what is joined between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.sizes import Size, at_place
+
+__all__ = ["PARTS", "Join", "Step"]
+
+PARTS = ("count", "start", "body", "end", "finish")
+"""The functions of a step, in order.
+
+`count` runs once for each microbatch, before all else: what the whole batch is counted by. `start`
+runs once: what does not differ between microbatches. `body` runs once for each: forward, and
+backward with a gradient of 1 at the loss. `end` runs once: results. `finish` runs once, in the
+backward pass: gradients.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A sum over microbatches, or values of all of them side by side.
+
+    Args:
+        operand, result: names.
+        how: "sum", "max", "min" or "gather".
+        dim, outer: of a gather, where the pieces lie in the dim.
+    """
+
+    operand: str
+    result: str
+    how: str
+    dim: int = 0
+    outer: int | Size = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step over microbatches, by the names of its values.
+
+    Args:
+        takes, gives: names of values, by function.
+        counted, summed: what is joined after `count` and after `body`.
+        placed: name of each state and input, in order.
+        results: name of each result, in order.
+        cut: of each result that differs between microbatches, the dim that they cut.
+        tangent: name of the gradient of the loss, and its dtype.
+        loss: which result the loss is.
+        carrying: results through which a gradient could come.
+        scaling: results of joins that are linear in the gradient of the loss.
+    """
+
+    takes: Mapping[str, Sequence[str]]
+    gives: Mapping[str, Sequence[str]]
+    counted: Sequence[Join]
+    summed: Sequence[Join]
+    placed: Sequence[str]
+    results: Sequence[str]
+    cut: Mapping[str, int]
+    tangent: tuple[str, torch.dtype]
+    loss: int
+    carrying: frozenset[int]
+    scaling: frozenset[str]
+
+    def at(self, place: int) -> Step:
+        """The step with the sizes of the ranks at a place."""
+        counted, summed = (
+            tuple(dataclasses.replace(j, outer=at_place(j.outer, place)) for j in joins)
+            for joins in (self.counted, self.summed)
+        )
+        return dataclasses.replace(self, counted=counted, summed=summed)
