@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from torch import Tensor, fx, nn
 from autopar.arguments import Arguments, bind_arguments, position_names
 from autopar.batch import Batch, Rows
 from autopar.capture import skeleton
-from autopar.clipping import clip_by_norm
 from autopar.codegen import load
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
@@ -27,14 +24,12 @@ from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import MICRO, Layout, Mesh
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
-from autopar.pretrained import save_whole
 from autopar.program import State, differentiable
-from autopar.runtime import Communicator, VirtualWorld, announce, connect, join
+from autopar.runtime import Communicator, VirtualWorld, connect, join
 from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.microbatches import Microbatches
-from autopar.runtime.pieces import piece
 from autopar.source import Source
-from autopar.tracing import Stepper, generated, stepper_of
+from autopar.training import Trained
 
 __all__ = ["ParallelModule"]
 
@@ -65,7 +60,7 @@ class _Entry:
     looks: int = -1  # of the source, when the homes were looked up
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Trained):
     """A module whose forward runs the generated program of this rank.
 
     It shares the sub-modules of the model it was made from; at the first call their parameters are
@@ -79,8 +74,6 @@ class ParallelModule(nn.Module):
         batch_dims: Mapping[str, int | None], backend: str = "eager", device_mesh: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if backend not in ("eager", "inductor"):
-            raise InputError(f"backend={backend!r}", expected="'eager' or 'inductor'")
         self._backend = backend
         self.__dict__["_model"] = model
         self._parameters, self._buffers = model._parameters, model._buffers
@@ -94,7 +87,6 @@ class ParallelModule(nn.Module):
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
         self._latest: _Entry | None = None
-        self._optimizer: ref[torch.optim.Optimizer] | None = None
         self._hinted = False
         self._held: dict[str, Layout] = {}  # placements of the states, chosen at the first call
         self._steps = 0
@@ -137,7 +129,7 @@ class ParallelModule(nn.Module):
             InputError: there is no such phase, or none yet.
         """
         if phase == "optimizer":
-            return self._stepper().graph()
+            return self.stepper().graph()
         return self.compiled.graph(phase, self._comm.rank)
 
     def code(self, phase: str = "") -> str:
@@ -147,73 +139,14 @@ class ParallelModule(nn.Module):
             InputError: there is no such phase, or none yet.
         """
         if phase == "optimizer":
-            return self._stepper().code()
+            return self.stepper().code()
         if phase:
             raise InputError(f"There is no code of {phase!r} alone.", expected="optimizer, or none")
         return self.compiled.code(self._comm.rank)
 
-    def _stepper(self) -> Stepper:
-        found = None if self._optimizer is None else self._optimizer()
-        if found is None:
-            raise InputError(
-                "No optimizer was made by this module.",
-                hint="opt = model.optimizer(torch.optim.AdamW, lr=3e-4), then opt.step()",
-            )
-        return stepper_of(found)
-
-    def optimizer(
-        self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any
-    ) -> torch.optim.Optimizer:
-        """An optimizer whose step is a generated program over this rank's pieces.
-
-        It is an instance of `cls`, with its groups, state and hyperparameters, and steps as `cls`
-        does on one device. An optimizer that is not elementwise steps whole tensors, with a
-        warning that says why.
-
-        Args:
-            cls: an optimizer class, such as `torch.optim.AdamW`.
-            params: parameters or parameter groups; default all parameters.
-            options: as for `cls`.
-
-        Raises:
-            InputError: `cls` is no optimizer class, or its step needs a closure.
-        """
-        made = generated(cls)(self.parameters() if params is None else params, **options)
-        self._optimizer = ref(made)
-        return made
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` on one device.
-
-        Args:
-            norm_type: p of the p-norm, positive or inf.
-
-        Returns:
-            The norm before clipping, a plain tensor without dims, equal on all ranks.
-
-        Raises:
-            InputError: `norm_type` is not positive.
-            RuntimeError: the norm is not finite and `error_if_nonfinite`.
-        """
-        with torch.no_grad():
-            return clip_by_norm(
-                self.parameters(), self._comm, max_norm, norm_type, error_if_nonfinite
-            )
-
     def explain(self) -> str:
         """Placements and traffic as text, see `Compiled.explain`."""
         return self.compiled.explain()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For loops written for DistributedDataParallel: gradients add up over calls anyway.
-
-        Each backward pass reduces its gradients, inside too, so every sum is exact; to reduce once
-        for several microbatches, pass `accumulate=` to `parallelize`.
-        """
-        yield
 
     # --- running it ----------------------------------------------------------------------------
 
@@ -280,15 +213,6 @@ class ParallelModule(nn.Module):
             self.agree(entry.signature)
         self._latest = entry
         return entry
-
-    def agree(self, signature: str, new: bool = False) -> None:
-        """Ranks that call differently must not meet; in local mode counting the rows sees to it.
-
-        Raises:
-            BatchError: another rank calls the model, or something else that all ranks must call.
-        """
-        if self._batch.mode == "global":
-            announce(self._comm, signature, wait=new)
 
     def _compile(self, arguments: Arguments, rows: Rows, grad: bool, signature: str) -> _Entry:
         bones = self._skeleton[0]
@@ -420,65 +344,6 @@ class ParallelModule(nn.Module):
                     _own_rows(value, rows)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, program.out_spec)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load DTensors as they are, and whole tensors by taking this rank's pieces."""
-        layouts = {id(state(self, n)): layout for n, layout in self._held.items()}
-        known = {n for n, _ in self.named_parameters(remove_duplicate=False)}
-        placed = {}
-        for name, value in state_dict.items():
-            target = state(self, name) if name in known else None
-            if target is not None and not is_whole(target) and is_whole(value):
-                layout = layouts[id(target)]
-                if tuple(value.shape) == tuple(target.shape):
-                    local = piece(value, layout, self._mesh, self._comm.coordinate)
-                    value = self._placer.dtensor(local.to(target.device), layout)
-            placed[name] = value
-        return super().load_state_dict(placed, strict=strict, assign=assign)
-
-    def save_pretrained(
-        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
-    ) -> None:
-        """Write the whole model as safetensors; all ranks take part, rank 0 writes.
-
-        The folder of a Hugging Face model loads by its class's `from_pretrained`. No rank holds
-        more of the whole than one tensor, and rank 0 than one file. A tied parameter is written
-        once.
-
-        Args:
-            max_shard_bytes: most bytes of one file, unless a single tensor has more.
-
-        Raises:
-            CheckpointError: it could not be written.
-            InputError: safetensors is not installed.
-        """
-        self.agree("save_pretrained", new=True)
-        save_whole(
-            self.__dict__["_model"], self.state_dict(), folder, max_shard_bytes,
-            writes=self._comm.rank == 0, share=self._comm.exchange,
-        )  # fmt: skip
-
-    def get_rng_state(self) -> dict[str, int]:
-        """What fixes the random numbers to come, such as dropout masks.
-
-        Returns:
-            the seed, and as `step` the number of calls with gradients so far.
-        """
-        return {"seed": self._comm.seed, "step": self._steps}
-
-    def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """Continue with the random numbers of `get_rng_state`, on any mesh."""
-        self._comm.seed, self._steps = state["seed"], state["step"]
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole plain state dict, the same on every rank."""
-        out = {}
-        for name, tensor in self.state_dict().items():
-            value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            out[name] = value.detach().clone()
-        return out
 
 
 def _check_gradients(arguments: Arguments) -> None:

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's class (Chen et al. 2023, algorithm 2), which steps DTensors."""
+    """A user's class (Chen et al. 2023, algorithm 2)."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
