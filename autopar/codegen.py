@@ -11,7 +11,7 @@ from autopar.program import Phases, Program
 from autopar.schedule import PARTS
 from autopar.writer import Writer
 
-__all__ = ["Functions", "generate", "generate_parts", "load", "load_parts"]
+__all__ = ["Functions", "executed", "generate", "generate_parts", "load", "load_parts"]
 
 _PREAMBLE = '''\
 """{title}
@@ -92,17 +92,18 @@ def generate_parts(accumulation: Accumulation, program: Program, title: str) -> 
 
 def load(source: str, filename: str) -> Functions:
     """Compile generated source; tracebacks show its lines under `filename`."""
-    scope = _executed(source, filename)
+    scope = executed(source, filename)
     return Functions(scope["forward"], scope.get("backward"))
 
 
 def load_parts(source: str, filename: str) -> dict[str, Callable[..., Any]]:
     """The functions of `generate_parts` by name."""
-    scope = _executed(source, filename)
+    scope = executed(source, filename)
     return {k: scope[k] for k in PARTS if k in scope}
 
 
-def _executed(source: str, filename: str) -> dict[str, Any]:
+def executed(source: str, filename: str) -> dict[str, Any]:
+    """What generated source defines; tracebacks show its lines under `filename`."""
     import linecache
 
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

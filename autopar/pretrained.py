@@ -172,16 +172,18 @@ def _files(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
 def _finish(model: nn.Module, path: Path, files: list[_File], state: Mapping[str, Any]) -> None:
     """Put the new files in the place of old ones, with index and config."""
     old = {p.name for p in path.iterdir() if _FILES.fullmatch(p.name)}
-    for name in sorted(old - {f"{f.name}.partial" for f in files}):
-        (path / name).unlink()
     for file in files:
         os.replace(path / f"{file.name}.partial", path / file.name)
+        old -= {file.name, f"{file.name}.partial"}
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(f.size_bytes for f in files)},
             "weight_map": {n: f.name for f in files for n in f.tensors},
         }
         (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        old.discard(_INDEX)
+    for name in sorted(old):  # last, so that a crash loses nothing
+        (path / name).unlink()
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained") and hasattr(model, "from_pretrained"):
         config = copy.deepcopy(config)

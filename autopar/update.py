@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.codegen import executed
 from autopar.compat import foreach, schema_of
 from autopar.elementwise import Arg, Call, Section
 
@@ -164,13 +165,7 @@ def as_source(title: str, updates: Sequence[tuple[str, str, Update]]) -> str:
 
 def load_update(source: str) -> dict[str, Any]:
     """The functions of a generated module; tracebacks show its lines."""
-    import linecache
-
-    filename = f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    scope: dict[str, Any] = {}
-    exec(compile(source, filename, "exec"), scope)
-    return scope
+    return executed(source, f"<autopar {hashlib.sha1(source.encode()).hexdigest()[:12]}>")
 
 
 _ONE = ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sign", "sqrt", "tanh", "zero")
