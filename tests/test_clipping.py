@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import make
@@ -21,10 +22,13 @@ NORMS = (2.0, 1.0, 3.0, math.inf)
 def clipped(going: Any, inputs: Any, own: bool) -> Any:
     """Norm and clipped gradients, for each type of norm and two limits."""
     found = {}
+    going.zero_grad()
+    loss_of(going(**inputs)).backward()
+    fresh = {q: q.grad.clone() for q in going.parameters() if q.grad is not None}
     for p in NORMS:
         for limit in (0.05, 1e6):
-            going.zero_grad()
-            loss_of(going(**inputs)).backward()
+            for q, grad in fresh.items():
+                q.grad = grad.clone()
             if own:
                 norm = going.clip_grad_norm_(limit, norm_type=p)
                 assert not hasattr(norm, "full_tensor")
@@ -52,7 +56,7 @@ def freeze(model: nn.Module) -> None:
         ("mixer", "dp=2", 4, {}),
         ("mixer", "fsdp=2", 4, {}),
         ("mixer", "tp=2", 4, {}),
-        ("gpt", "dp=2, fsdp=2, tp=2", 8, {}),
+        ("gpt", "dp=2, fsdp=2, tp=2", 8, {"layers": 1}),
         ("gpt", "fsdp=3", 5, {"heads": 4, "width": 32}),  # uneven pieces, 5 rows
         ("gpt", "tp=3", 4, {"heads": 4, "width": 32}),
         ("gpt2", "dp=2, tp=2", 4, {"vocab_size": 517}),  # a tied embedding, unevenly cut
@@ -71,7 +75,7 @@ def test_norm_is_that_of_one_device(
                 assert float(have[key][0]) == pytest.approx(float(norm), rel=limit), key
                 assert len(have[key][1]) == len(grads)
                 for a, b in zip(have[key][1], grads, strict=True):
-                    assert a == pytest.approx(b, rel=limit, abs=limit * abs(b).max() + 1e-15)
+                    assert np.allclose(a, b, rtol=limit, atol=limit * abs(b).max() + 1e-15)
 
 
 def test_norm_that_is_not_finite_is_told() -> None:
