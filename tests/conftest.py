@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         apart = item.path.stem in ("test_crash", "test_failure", "test_steps", "test_inductor")
         if apart or "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_collection_finish() -> None:
+    """What torch and transformers are made of stays: to search it for garbage costs a fifth."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,11 @@ imports torch once; each call makes a fresh world.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -25,7 +28,8 @@ class WorkerError(AssertionError):
     """A rank raised, died or took too long; the text holds its traceback."""
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, stack: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(stack, "w"))  # noqa: SIM115
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -52,6 +56,10 @@ def _work(pipe: Connection) -> None:
                 dist.destroy_process_group()
             # it keeps meshes of this world, which equal those of the next, and their dead groups
             _clear_sharding_prop_cache()
+            # Groups end here, on all ranks at once. One with a collective that was given up waits
+            # for its peers' to end too, which in the middle of a later test may be never.
+            gc.collect()
+            gc.freeze()  # what torch is made of need not be looked through each time
         try:
             pipe.send(answer)
         except Exception:
@@ -70,13 +78,15 @@ class Pool:
         self._size, self._largest = size, largest
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
+        self._started = 0
+        self._stacks = tempfile.TemporaryDirectory()
 
     def run(
         self,
         n: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 420.0,
+        timeout_s: float = 300.0,
         dead: tuple[int, ...] = (),
     ) -> list[Any]:
         """Call `fn(rank, n, *args)` in a world of n processes.
@@ -109,7 +119,9 @@ class Pool:
         while open_pipes:
             ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
             if not ready:
-                errors.update(dict.fromkeys(open_pipes.values(), f"no answer in {timeout_s:g} s"))
+                for rank in open_pipes.values():
+                    stack = self._stack(workers[rank][0])
+                    errors[rank] = f"no answer in {timeout_s:g} s, it is here:\n{stack}"
                 self._drop([workers[r] for r in open_pipes.values()])
                 break
             for pipe in ready:
@@ -127,10 +139,21 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + 20)
         return results, errors
 
+    def _stack(self, process: Any) -> str:
+        """Where a worker that gives no answer is."""
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        with open(process.name) as file:
+            return file.read()
+
     def _grow(self, n: int) -> None:
         while len(self._workers) < max(n, self._size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            self._started += 1
+            stack = os.path.join(self._stacks.name, f"{self._started}")
+            process = self._context.Process(
+                target=_work, args=(theirs, stack), name=stack, daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -146,3 +169,4 @@ class Pool:
     def close(self) -> None:
         """End all workers; they keep nothing worth a goodbye."""
         self._drop(list(self._workers))
+        self._stacks.cleanup()
