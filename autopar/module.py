@@ -93,7 +93,7 @@ class ParallelModule(Trained):
         self._comm = _communicator(mesh)
         self._comm.seed = seed
         self._batch = Batch(batch, mesh, self._comm, batch_dims)
-        self._placer = Placer(mesh, self._comm.coordinate, device_mesh)
+        self._placer = Placer(self._comm, device_mesh)
 
     # --- looking at it -------------------------------------------------------------------------
 

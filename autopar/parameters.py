@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.boxes import describe_pieces
 from autopar.compat import StridedShard
 from autopar.errors import InputError
-from autopar.layout import Layout, Mesh
+from autopar.layout import Layout
 from autopar.optimizers import adopt
 from autopar.program import State
+from autopar.runtime import Communicator
 from autopar.runtime.pieces import piece
+from autopar.runtime.processes import share
 
 __all__ = ["Placer", "held", "home", "is_whole", "no_values", "state"]
 
@@ -61,13 +62,14 @@ class Placer:
     """Places tensors on a torch device mesh.
 
     Args:
+        comm: of this rank.
         device_mesh: the user's own, or None to make one when it is first needed.
     """
 
-    def __init__(self, mesh: Mesh, coordinate: dict[str, int], device_mesh: Any = None) -> None:
-        self.mesh, self.coordinate = mesh, coordinate
+    def __init__(self, comm: Communicator, device_mesh: Any = None) -> None:
+        self._comm, self.mesh, self.coordinate = comm, comm.mesh, comm.coordinate
         self.device_mesh = device_mesh
-        if mesh.size > 1:
+        if comm.mesh.size > 1:
             describe_pieces()
 
     def dtensor(self, local: Tensor, layout: Layout) -> Tensor:
@@ -118,7 +120,7 @@ class Placer:
             if old.device.type == "meta":
                 raise no_values(s.name)
             with torch.no_grad():
-                dist.broadcast(old.data, 0)
+                share(self._comm, old.data)
             if not s.is_parameter:
                 continue
             assert s.layout is not None, "lowering places every state"

@@ -20,6 +20,7 @@ from autopar.layout import chunk_sizes, mesh
 from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.heartbeat import Timing
+from autopar.runtime.processes import share
 
 MESHES = ["dp=2", "dp=2, tp=2", "tp=3", "tp=4"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
@@ -333,7 +334,7 @@ def test_wrong_number_of_processes_is_refused(pool: Pool) -> None:
         connect(mesh("dp=2"))
 
 
-def _lose(rank: int, n: int, victim: int, how: int) -> tuple[str, float]:
+def _lose(rank: int, n: int, victim: int, how: int, sharing: bool) -> tuple[str, float]:
     comm = connect(mesh("dp=2, tp=2"), timing=Timing(beat_s=0.3, silent_s=2.0, doubt_s=1.2))
     pids = comm.exchange(os.getpid())
     x = torch.ones(100_000)
@@ -343,6 +344,9 @@ def _lose(rank: int, n: int, victim: int, how: int) -> tuple[str, float]:
         os.kill(os.getpid(), how)
     start = time.monotonic()
     try:
+        if sharing:
+            share(comm, x)
+            time.sleep(3.0)  # those below rank 0 in its tree may have got theirs
         for axis in ("tp", "dp"):
             comm.all_reduce(x, axis, "sum")
     except RankError as error:
@@ -356,7 +360,7 @@ def _lose(rank: int, n: int, victim: int, how: int) -> tuple[str, float]:
 @pytest.mark.parametrize("victim", [2, 0])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_process_is_named_by_all_others(pool: Pool, victim: int, how: int) -> None:
-    results = pool.run(4, _lose, victim, how, dead=(victim,))
+    results = pool.run(4, _lose, victim, how, False, dead=(victim,))
     for rank, result in enumerate(results):
         if rank != victim:
             text, wait_s = result
@@ -364,6 +368,13 @@ def test_lost_process_is_named_by_all_others(pool: Pool, victim: int, how: int) 
             assert "stopped responding" in text
             assert f"rank {rank} was in all_reduce(float32[100000], sum) on axis" in text
             assert wait_s < 20
+
+
+def test_process_lost_before_parameters_are_shared_is_named(pool: Pool) -> None:
+    texts = [r[0] for r in pool.run(4, _lose, 0, signal.SIGKILL, True, dead=(0,)) if r]
+    assert len(texts) == 3
+    assert all("Rank 0 (" in t and "stopped responding" in t for t in texts), texts
+    assert "was in share" in texts[0]
 
 
 def _slow(rank: int, n: int) -> float:

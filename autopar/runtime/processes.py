@@ -22,7 +22,7 @@ from autopar.runtime.communicator import Call, Communicator, Pending, reduce_in_
 from autopar.runtime.heartbeat import DIFFER, Heartbeat, Timing, open_store
 from autopar.runtime.virtual import VirtualWorld
 
-__all__ = ["announce", "connect", "join"]
+__all__ = ["announce", "connect", "join", "share"]
 
 _SMALL_BYTES = 1 << 15  # up to here every rank sends its whole value to the few others
 _FEW_RANKS = 8
@@ -90,6 +90,16 @@ def announce(comm: Communicator, text: str, *, wait: bool) -> None:
     """
     if isinstance(comm.transport, _Processes):
         comm.transport.announce(text, wait)
+
+
+def share(comm: Communicator, tensor: Tensor) -> None:
+    """Replace the values of `tensor` by those of rank 0, on every process of the mesh.
+
+    Raises:
+        RankError: a rank died or stalled, while compiling for instance.
+    """
+    if isinstance(comm.transport, _Processes):
+        comm.transport.share(tensor)
 
 
 class _Work:
@@ -223,6 +233,10 @@ class _Processes:
             hint="look at the output of that rank: its own error or the out-of-memory killer "
             "stands there",
         )
+
+    def share(self, tensor: Tensor) -> None:
+        """See the function of this name."""
+        self._run(lambda: dist.broadcast(tensor, 0, async_op=True), Call("share", ""))
 
     # ---- Transport
 
