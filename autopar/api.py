@@ -225,7 +225,9 @@ def _compile(
     kept: dict[str, torch.dtype] = {}
     if options.precision is not None:
         bones, arguments, kept = narrowed(bones, arguments, NARROW[options.precision])
-    program = capture(bones, arguments, mesh, loss=options.loss, known=is_normalized)
+    program = capture(
+        bones, arguments, mesh, loss=options.loss, known=is_normalized, promotes=bool(kept)
+    )
     check_global(program, "capture")
     has_loss = any(o.is_loss for o in program.outputs)
     if options.accumulate > 1 and grad and (has_loss or bones.training):

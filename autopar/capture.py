@@ -21,6 +21,7 @@ from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree, schema
 from autopar.errors import CaptureError, InputError
 from autopar.layout import Mesh
 from autopar.program import Input, NodeInfo, Output, Program, State, copied, set_info
+from autopar.promotion import Promotion
 
 __all__ = ["capture", "empty_like", "skeleton"]
 
@@ -73,21 +74,27 @@ class _Traced(nn.Module):
     """Calls the user's module on flat tensors and keeps the structure of what it returns."""
 
     def __init__(
-        self, model: nn.Module, arguments: Arguments, loss: Callable[..., Any] | None
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        loss: Callable[..., Any] | None,
+        promotes: bool,
     ) -> None:
         super().__init__()
         self.model = model
         self._arguments = arguments
         self._loss = loss
+        self._promotes = promotes
         self.result = _Result()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self._arguments.rebuild(tensors)
-        if self._loss is None:
-            result = self.model(*args, **kwargs)
-        else:
-            targets = kwargs.pop("targets")
-            result = self._loss(self.model(*args, **kwargs), targets)
+        with Promotion() if self._promotes else contextlib.nullcontext():
+            if self._loss is None:
+                result = self.model(*args, **kwargs)
+            else:
+                targets = kwargs.pop("targets")
+                result = self._loss(self.model(*args, **kwargs), targets)
         leaves, spec = pytree.tree_flatten(result)
         slots: list[Any] = []
         kept: list[Tensor] = []
@@ -111,11 +118,13 @@ def capture(
     *,
     loss: Callable[..., Any] | None = None,
     known: Callable[[Any], bool] = lambda target: False,
+    promotes: bool = False,
 ) -> Program:
     """Trace `model` called with `arguments` to a functional graph of aten operations.
 
-    `known` tells the operations that later passes understand as they come out of export. The
-    training flag of each module decides between training and evaluation behaviour.
+    `known` tells the operations that later passes understand as they come out of export, `promotes`
+    whether calls may mix dtypes (see `Promotion`). The training flag of each module decides between
+    training and evaluation behaviour.
 
     Raises:
         CaptureError: the model cannot be traced, with the user's line.
@@ -125,7 +134,7 @@ def capture(
             "The module was made with loss=, but the call has no targets.",
             expected="model(inputs, targets=...): the loss is computed as loss(outputs, targets)",
         )
-    traced = _Traced(model, arguments, loss)
+    traced = _Traced(model, arguments, loss, promotes)
     traced.training = model.training  # not of what is inside: a frozen norm has its own flag
     try:
         with warnings.catch_warnings(), _own_backwards_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -21,6 +22,7 @@ from autopar.errors import VerificationError
 from autopar.layout import MICRO, Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
+from autopar.promotion import Promotion
 from autopar.runtime import Communicator, VirtualWorld
 from autopar.runtime.executor import Code, Executor
 from autopar.runtime.microbatches import Microbatches
@@ -235,8 +237,10 @@ def run_eager(
     for _ in range(steps):
         opt.zero_grad()
         used = {n: cast(p) for n, p in model.named_parameters()} if narrow is not None else {}
-        out = torch.func.functional_call(model, used, args, kwargs)
-        value = _first_scalar(loss(out, targets) if loss is not None else out)
+        with Promotion() if narrow is not None else contextlib.nullcontext():
+            out = torch.func.functional_call(model, used, args, kwargs)
+            out = loss(out, targets) if loss is not None else out
+        value = _first_scalar(out)
         value.backward()  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         trace.losses.append(value.detach().clone())
