@@ -371,7 +371,7 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
             chosen = [*chosen, Data(MICRO, options.batch_dims)]
         return chosen if options.zero is None else [*chosen, *_zero(mesh, options)]
     made: list[Any] = []
-    for axis in sorted(mesh.names, key=lambda a: a != MICRO):  # tp then cuts around microbatches
+    for axis in sorted(mesh.names, key=lambda a: a != MICRO):
         if axis in DATA_AXES:
             made.append(Data(axis, options.batch_dims))
         elif axis == "tp":

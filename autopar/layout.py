@@ -65,6 +65,15 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     @property
+    def cut_order(self) -> tuple[str, ...]:
+        """Axis names in the order in which they cut one atom, the outermost first.
+
+        Axes that cut the batch come before those that cut its computation further, in whatever
+        order the ranks lie: a rank's rows, and of these a microbatch, are gathered over `tp` alone.
+        """
+        return tuple(sorted(self.names, key=lambda axis: axis not in DATA_AXES))
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(size for _, size in self.axes)

@@ -401,6 +401,9 @@ def _clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+            source: Any = node.args[0]
+            if source.target is aten.clone.default:  # it copies itself where strides ask for it
+                node.update_arg(0, source.args[0])
         elif node.target is aten.native_layer_norm_backward.default and node.args[6] is not None:
             # it asks only whether there is a bias, which need not be kept for that
             node.update_arg(6, node.args[5])

@@ -110,7 +110,7 @@ class Spec:
         partial: list[tuple[str, str]] = []
         varying: list[str] = []
         here = self.factors_of(self.inputs[i])
-        for axis in mesh.names:
+        for axis in mesh.cut_order:
             option = choice.get(axis, "R")
             if option == "R":
                 continue
@@ -128,7 +128,7 @@ class Spec:
         partial: list[tuple[str, str]] = []
         varying: list[str] = []
         here = self.factors_of(self.outputs[i])
-        for axis in mesh.names:
+        for axis in mesh.cut_order:
             option = choice.get(axis, "R")
             first = option.split("+")[0]
             if option == "R":
