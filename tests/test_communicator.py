@@ -139,6 +139,15 @@ def check_buckets(comm: Communicator) -> None:
         mine = [x * (c + 1) for x in whole]
         locals_ = [sizes[c] for _, _, sizes in cuts]
         got = comm.reduce_scatter_bucket(mine, axis, dims, outers, flat, locals_)
+        started = [  # awaited in another order than begun
+            comm.all_gather_bucket_start(pieces, axis, dims, outers, flat),
+            comm.reduce_scatter_bucket_start(mine, axis, dims, outers, flat, locals_),
+            comm.all_gather_replicated_bucket_start(pieces, axis, dims, outers, flat),
+            comm.reduce_scatter_bucket_start(mine, axis, dims, outers, flat, locals_),
+        ]
+        for one, want in zip(started[::-1], [got, whole, got, whole], strict=True):
+            for x, y in zip(one.wait(), want, strict=True):
+                _equal(x, y)
         for part, x, cut in zip(got, whole, cuts, strict=True):
             _equal(part, _piece(x * (k * (k + 1) // 2), *cut, c))
 
@@ -439,6 +448,23 @@ def test_pool_reports_errors_and_recovers(pool: Pool) -> None:
 
 
 # --- memory of messages ------------------------------------------------------------------------
+
+
+def test_one_message_of_scatters_is_held() -> None:
+    """The next one finishes the one before, however late that is waited for."""
+
+    def body(comm: Communicator) -> list[int]:
+        held = []
+        started = []
+        for _ in range(3):
+            x = torch.ones(1 << 18)
+            args = ("dp", [0], [1], [1 << 17, 1 << 17], [1 << 17])
+            started.append(comm.reduce_scatter_bucket_start([x], *args))
+            held.append(sum(s._finish is not None for s in started))
+        assert all((s.wait()[0] == 2).all() for s in started)
+        return held
+
+    assert VirtualWorld(mesh("dp=2")).run(body) == [[1, 1, 1]] * 2
 
 
 def test_memory_is_used_again_only_once_no_tensor_lies_in_it() -> None:

@@ -9,7 +9,8 @@ order, so a virtual run and a gloo run of the same program agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,10 +55,10 @@ class Call:
 
 
 class Pending(Protocol):
-    """A reduction under way."""
+    """A message under way."""
 
-    def wait(self) -> None:
-        """Block until the buffer given to `Transport.start_reduce` holds the result."""
+    def wait(self) -> Tensor:
+        """Block until it has come; the flat result."""
 
 
 class Transport(Protocol):
@@ -69,13 +70,15 @@ class Transport(Protocol):
     def start_reduce(self, buffer: Tensor, op: str, call: Call) -> Pending:
         """Replace the contiguous `buffer` by its reduction over the axis once waited for."""
 
-    def gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+    def start_gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Pending:
         """Concatenate the 1-D `flat` of all ranks."""
 
-    def scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+    def start_scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Pending:
         """Sum the 1-D `flat` over the axis and keep this rank's run of `counts`."""
 
-    def swap(self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call) -> Tensor:
+    def start_swap(
+        self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call
+    ) -> Pending:
         """Send run j of `flat` to rank j; concatenate what comes, in rank order."""
 
     def exchange(self, value: Any, call: Call) -> list[Any]:
@@ -98,29 +101,30 @@ def reduce_in_order(values: Sequence[Tensor], op: str) -> Tensor:
     return total
 
 
-class Bucket:
-    """Tensors of one dtype flattened into one buffer whose reduction is under way."""
+class Started:
+    """A bucket whose message is under way.
 
-    __slots__ = ("_out", "_parts")
+    Args:
+        finish: awaits the message and makes the results of it, in the order of the operands.
+    """
 
-    def __init__(
-        self, parts: Sequence[tuple[Pending | None, Tensor, list[int]]], like: Sequence[Tensor]
-    ) -> None:
-        self._parts = parts
-        self._out: list[Tensor] = list(like)
+    __slots__ = ("__weakref__", "_finish", "_out")
+
+    def __init__(self, finish: Callable[[], list[Tensor]]) -> None:
+        self._finish: Callable[[], list[Tensor]] | None = finish
+        self._out: list[Tensor] = []
+
+    def settle(self) -> None:
+        """Block until the results are there, and let go of the message."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._out = finish()
 
     def wait(self) -> list[Tensor]:
-        """Block until reduced; views of the buffer, in the order of the operands."""
-        for pending, buffer, indices in self._parts:
-            if pending is not None:
-                pending.wait()
-            start = 0
-            for i in indices:
-                like = self._out[i]
-                self._out[i] = buffer[start : start + like.numel()].view(like.shape)
-                start += like.numel()
-        self._parts = ()
-        return self._out
+        """Block until the results are there, and hand them over."""
+        self.settle()
+        out, self._out = self._out, []
+        return out
 
 
 class Communicator:
@@ -141,6 +145,7 @@ class Communicator:
         self.step = 0
         self._sizes = mesh.sizes
         self._layouts: dict[str, rng.Positions] = {}
+        self._scattering: weakref.ref[Started] | None = None
         self._buffers = Buffers()
 
     # ---- reductions
@@ -162,13 +167,13 @@ class Communicator:
         """Sum each of `xs` over `axis` by one reduction per dtype; results are views of it."""
         return self.all_reduce_bucket_start(xs, axis).wait()
 
-    def all_reduce_bucket_start(self, xs: Sequence[Tensor], axis: str) -> Bucket:
+    def all_reduce_bucket_start(self, xs: Sequence[Tensor], axis: str) -> Started:
         """Begin `all_reduce_bucket`; `.wait()` on the result gives the list."""
         groups: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(xs):
             groups.setdefault(x.dtype, []).append(i)
         if self._sizes[axis] == 1:
-            return Bucket((), xs)
+            return Started(lambda: list(xs))
         parts: list[tuple[Pending | None, Tensor, list[int]]] = []
         for dtype, indices in groups.items():
             buffer = self._cat([xs[i].detach() for i in indices])
@@ -176,7 +181,18 @@ class Communicator:
             call = Call("all_reduce_bucket", axis, dtype, (buffer.numel(),), shapes)
             pending = self.transport.start_reduce(buffer, "sum", call) if buffer.numel() else None
             parts.append((pending, buffer, indices))
-        return Bucket(parts, xs)
+        every = [x.shape for x in xs]
+
+        def finish() -> list[Tensor]:
+            out: dict[int, Tensor] = {}
+            for pending, buffer, indices in parts:
+                if pending is not None:
+                    pending.wait()
+                pieces = torch.split(buffer, [every[i].numel() for i in indices])
+                out.update((i, p.view(every[i])) for i, p in zip(indices, pieces, strict=True))
+            return [out[i] for i in range(len(every))]
+
+        return Started(finish)
 
     def _cat(self, xs: Sequence[Tensor]) -> Tensor:
         """All elements of `xs` in a row."""
@@ -195,7 +211,7 @@ class Communicator:
         if rest * sum(sizes) == 0:
             return self.cut(x, axis, dim, outer, sizes, local)
         flat = split(x.detach(), dim, outer, sizes)
-        out = self.transport.scatter(flat, [rest * s for s in sizes], call)
+        out = self.transport.start_scatter(flat, [rest * s for s in sizes], call).wait()
         return out.view(resized(x, dim, outer * local))
 
     def reduce_scatter_bucket(
@@ -208,9 +224,25 @@ class Communicator:
         locals_: Sequence[int],
     ) -> list[Tensor]:
         """As `reduce_scatter` of each of `xs`, in one message; `sizes` one after the other."""
+        return self.reduce_scatter_bucket_start(xs, axis, dims, outers, sizes, locals_).wait()
+
+    def reduce_scatter_bucket_start(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        outers: Sequence[int],
+        sizes: Sequence[int],
+        locals_: Sequence[int],
+    ) -> Started:
+        """Begin `reduce_scatter_bucket`; the one begun before it is finished first, so that one
+        message is held, however late the results are waited for."""
+        before = self._scattering() if self._scattering is not None else None
+        if before is not None:
+            before.settle()
         k, cuts = self._sizes[axis], split_cuts(len(xs), dims, outers, sizes, locals_)
         if k == 1:
-            return list(xs)
+            return Started(lambda: list(xs))
         runs: list[list[Tensor]] = [[] for _ in range(k)]
         for x, (dim, outer, pieces, _) in zip(xs, cuts, strict=True):
             self._call("reduce_scatter", x, axis, dim, outer, pieces, sum(pieces))
@@ -220,10 +252,17 @@ class Communicator:
         counts = [sum(part.numel() for part in run) for run in runs]
         call = self._bucket_call("reduce_scatter_bucket", xs, axis, cuts)
         flat = self._cat([part for run in runs for part in run])
-        out = self.transport.scatter(flat, counts, call) if sum(counts) else flat
+        pending = self.transport.start_scatter(flat, counts, call) if sum(counts) else None
         shapes = [resized(x, c[0], c[1] * c[3]) for x, c in zip(xs, cuts, strict=True)]
-        parts = torch.split(out, [math.prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        def finish() -> list[Tensor]:
+            out = flat if pending is None else pending.wait()
+            parts = torch.split(out, [math.prod(shape) for shape in shapes])
+            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        started = Started(finish)
+        self._scattering = weakref.ref(started)
+        return started
 
     # ---- gathers and slices
 
@@ -238,10 +277,23 @@ class Communicator:
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """As `all_gather` of each of `xs`, in one message; `sizes` one after the other."""
+        return self.all_gather_bucket_start(xs, axis, dims, outers, sizes, dtype=dtype).wait()
+
+    def all_gather_bucket_start(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        outers: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Started:
+        """Begin `all_gather_bucket`; `.wait()` on the result gives the list."""
         xs = [x if dtype is None else x.to(dtype) for x in xs]
         cuts = split_cuts(len(xs), dims, outers, sizes)
         if self._sizes[axis] == 1:
-            return list(xs)
+            return Started(lambda: list(xs))
         for x, (dim, outer, pieces) in zip(xs, cuts, strict=True):
             mine = pieces[self.coordinate[axis]]
             self._call("all_gather", x, axis, dim, outer, pieces, mine)
@@ -253,15 +305,19 @@ class Communicator:
         call = self._bucket_call("all_gather_bucket", xs, axis, cuts)
         flat = torch.cat([x.detach().reshape(-1) for x in xs])
         counts = [sum(row) for row in lengths]
-        whole = self.transport.gather(flat, counts, call) if sum(counts) else flat
-        rows = [
-            torch.split(run, row)
-            for run, row in zip(torch.split(whole, counts), lengths, strict=True)
-        ]
-        return [
-            joined([row[i] for row in rows], resized(x, dim, 0), dim, outer, pieces)
-            for i, (x, (dim, outer, pieces)) in enumerate(zip(xs, cuts, strict=True))
-        ]
+        pending = self.transport.start_gather(flat, counts, call) if sum(counts) else None
+        shapes = [resized(x, dim, 0) for x, (dim, _, _) in zip(xs, cuts, strict=True)]
+
+        def finish() -> list[Tensor]:
+            whole = flat if pending is None else pending.wait()
+            runs = zip(torch.split(whole, counts), lengths, strict=True)
+            rows = [torch.split(run, row) for run, row in runs]
+            return [
+                joined([row[i] for row in rows], shape, *cut)
+                for i, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))
+            ]
+
+        return Started(finish)
 
     def all_gather(
         self,
@@ -286,7 +342,7 @@ class Communicator:
         if rest * sum(sizes) == 0:
             return x.new_empty(resized(x, dim, outer * sum(sizes)))
         counts = [rest * s for s in sizes]
-        flat = self.transport.gather(x.detach().reshape(-1), counts, call)
+        flat = self.transport.start_gather(x.detach().reshape(-1), counts, call).wait()
         return join(flat, resized(x, dim, 0), dim, outer, sizes)
 
     def cut(
@@ -310,6 +366,7 @@ class Communicator:
     # these differ from the others in their adjoints only
     all_gather_replicated = all_gather
     all_gather_replicated_bucket = all_gather_bucket
+    all_gather_replicated_bucket_start = all_gather_bucket_start
     shard = cut
 
     def pad(self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
@@ -355,7 +412,7 @@ class Communicator:
         per_to = x.numel() // max(1, sum(to_sizes))
         flat = split(x.detach(), to_dim, to_outer, to_sizes)
         give, take = [per_to * s for s in to_sizes], [rest * s for s in sizes]
-        flat = self.transport.swap(flat, give, take, call)
+        flat = self.transport.start_swap(flat, give, take, call).wait()
         return join(flat, shape, dim, outer, sizes)
 
     def piece(self, size: int, *axes: str) -> int:

@@ -103,24 +103,23 @@ def share(comm: Communicator, tensor: Tensor) -> None:
 
 
 class _Work:
-    """A torch operation under way, and what remains to be done with its result."""
+    """A torch operation under way, and how to make the result of what comes."""
 
-    __slots__ = ("_call", "_finish", "_owner", "_work")
+    __slots__ = ("_call", "_owner", "_result", "_work")
 
     def __init__(
-        self, owner: _Processes, work: Any, call: Call, finish: Callable[[], object] | None = None
+        self, owner: _Processes, work: Any, call: Call, result: Callable[[], Tensor]
     ) -> None:
-        self._owner, self._work, self._call, self._finish = owner, work, call, finish
+        self._owner, self._work, self._call, self._result = owner, work, call, result
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         """Block until done.
 
         Raises:
             RankError: a rank of the group died or stalled.
         """
         self._owner.finish(self._work, self._call)
-        if self._finish is not None:
-            self._finish()
+        return self._result()
 
 
 class _Processes:
@@ -198,9 +197,6 @@ class _Processes:
             return False
         return True
 
-    def _run(self, start: Callable[[], Any], call: Call) -> None:
-        self.finish(self._begin(start, call), call)
-
     def _begin(self, start: Callable[[], Any], call: Call) -> Any:
         if self._heart is not None and self._heart.fault:
             raise self._error(self._heart.fault, call)
@@ -256,43 +252,59 @@ class _Processes:
         wide = buffer.int() if buffer.dtype == torch.int16 else buffer  # gloo has no int16
         kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         work = self._begin(lambda: dist.all_reduce(wide, kind, group=group, async_op=True), call)
-        return _Work(self, work, call, None if wide is buffer else lambda: buffer.copy_(wide))
+        return _Work(self, work, call, lambda: buffer if wide is buffer else buffer.copy_(wide))
 
-    def gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+    def start_gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Pending:
         """Concatenate the 1-D `flat` of all ranks."""
         if min(counts) < max(counts):
             k = len(counts)
-            return self.swap(flat.repeat(k), [flat.numel()] * k, counts, call)
+            return self.start_swap(flat.repeat(k), [flat.numel()] * k, counts, call)
         group, out, flat = self._groups[call.axis], flat.new_empty(sum(counts)), flat.contiguous()
-        self._run(
+        work = self._begin(
             lambda: _gather_equal(_bytes(out), _bytes(flat), group=group, async_op=True), call
         )
-        return out
+        return _Work(self, work, call, lambda: out)
 
-    def scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+    def start_scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Pending:
         """Sum the 1-D `flat` over the axis and keep this rank's run of `counts`."""
         line, group = self._lines[call.axis], self._groups[call.axis]
         mine = counts[line.index(self._rank)]
         if flat.is_cuda and min(counts) == max(counts):
             out, flat = flat.new_empty(mine), flat.contiguous()
-            self._run(lambda: _scatter_equal(out, flat, group=group, async_op=True), call)
-            return out
+            work = self._begin(lambda: _scatter_equal(out, flat, group=group, async_op=True), call)
+            return _Work(self, work, call, lambda: out)
         # as fast as gloo's own, takes uneven pieces, and sums in rank order
-        came = self.swap(flat, counts, [mine] * len(line), call)
-        return reduce_in_order(came.view(len(line), mine).unbind(), "sum")
+        rows = (len(line), mine)
+        return self._swapped(
+            flat, counts, [mine] * len(line), call,
+            lambda came: reduce_in_order(came.view(rows).unbind(), "sum"),
+        )  # fmt: skip
 
-    def swap(self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call) -> Tensor:
+    def start_swap(
+        self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call
+    ) -> Pending:
         """Send run j of `flat` to rank j; concatenate what comes, in rank order."""
+        return self._swapped(flat, give, take, call, lambda came: came)
+
+    def _swapped(
+        self,
+        flat: Tensor,
+        give: Sequence[int],
+        take: Sequence[int],
+        call: Call,
+        result: Callable[[Tensor], Tensor],
+    ) -> Pending:
+        """A swap, and what is made of the values that come."""
         group, out, flat = self._groups[call.axis], flat.new_empty(sum(take)), flat.contiguous()
         sends = [n * flat.itemsize for n in give]
         receives = [n * flat.itemsize for n in take]
-        self._run(
+        work = self._begin(
             lambda: dist.all_to_all_single(
                 _bytes(out), _bytes(flat), receives, sends, group=group, async_op=True
             ),
             call,
         )
-        return out
+        return _Work(self, work, call, lambda: result(out))
 
     def exchange(self, value: Any, call: Call) -> list[Any]:
         """Collect one picklable object from every rank of the mesh."""
@@ -300,10 +312,10 @@ class _Processes:
         data = data.cuda() if self._cuda else data
         k = len(self._lines[""])
         length = torch.tensor([data.numel()], device=data.device)
-        lengths = self.gather(length, [1] * k, call).tolist()
+        lengths = self.start_gather(length, [1] * k, call).wait().tolist()
         padded = data.new_zeros(max(lengths))
         padded[: data.numel()] = data
-        rows = self.gather(padded, [max(lengths)] * k, call).cpu().view(k, -1)
+        rows = self.start_gather(padded, [max(lengths)] * k, call).wait().cpu().view(k, -1)
         return [pickle.loads(r[:n].numpy().tobytes()) for r, n in zip(rows, lengths, strict=True)]
 
 

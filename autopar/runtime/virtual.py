@@ -213,12 +213,16 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class _Done:
-    """A reduction that is finished when started."""
+    """A message that has come when it is started."""
 
-    __slots__ = ()
+    __slots__ = ("_result",)
 
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        """The result, without waiting."""
+        return self._result
 
 
 class _Threads:
@@ -227,8 +231,8 @@ class _Threads:
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self._world, self._rank = world, rank
 
-    def _meet(self, call: Call, value: Any, combine: Combine) -> Any:
-        return self._world.meet(self._rank, call, value, combine)
+    def _meet(self, call: Call, value: Any, combine: Combine) -> _Done:
+        return _Done(self._world.meet(self._rank, call, value, combine))
 
     def start_reduce(self, buffer: Tensor, op: str, call: Call) -> _Done:
         def combine(buffers: list[Tensor]) -> list[Tensor]:
@@ -237,28 +241,28 @@ class _Threads:
                 each.copy_(total)
             return buffers
 
-        self._meet(call, buffer, combine)
-        return _Done()
+        return self._meet(call, buffer, combine)
 
-    def gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
-        result: Tensor = self._meet(call, flat, lambda xs: [torch.cat(xs) for _ in xs])
-        return result
+    def start_gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> _Done:
+        return self._meet(call, flat, lambda xs: [torch.cat(xs) for _ in xs])
 
-    def scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+    def start_scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> _Done:
         def combine(flats: list[Tensor]) -> list[Tensor]:
             runs = zip(*(torch.split(x, list(counts)) for x in flats), strict=True)
             return [reduce_in_order(run, "sum") for run in runs]
 
-        result: Tensor = self._meet(call, flat, combine)
-        return result
+        return self._meet(call, flat, combine)
 
-    def swap(self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call) -> Tensor:
+    def start_swap(
+        self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call
+    ) -> _Done:
         def combine(pieces: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat(came) for came in zip(*pieces, strict=True)]
 
-        result: Tensor = self._meet(call, torch.split(flat, list(give)), combine)
-        return result
+        return self._meet(call, torch.split(flat, list(give)), combine)
 
     def exchange(self, value: Any, call: Call) -> list[Any]:
-        result: list[Any] = self._meet(call, value, lambda values: [list(values) for _ in values])
-        return result
+        found: list[Any] = self._world.meet(
+            self._rank, call, value, lambda values: [list(values) for _ in values]
+        )
+        return found
