@@ -186,7 +186,7 @@ class _Split:
         inputs = [n for n, new in mapping.items() if new.op == "placeholder"]
         graph.output(tuple(mapping[o] if o is not None else None for o in outputs))
         bucket = Bucket()
-        bucket.gathers(graph)
+        bucket.gathers(graph, {s.node for s in self.phases.program.states})
         if reductions:
             bucket.reductions(graph)
         names = tuple("" if o is None else o.name for o in outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,21 +50,24 @@ class Bucket:
 
     def run(self, phases: Phases) -> Phases:
         """Rewrite both graphs."""
+        states = {s.node for s in phases.program.states}
         forward, _ = copied(phases.forward.graph)
-        self.gathers(forward)
+        self.gathers(forward, states)
         backward, _ = copied(phases.backward.graph)
-        self.gathers(backward)
+        self.gathers(backward, states)
         self.reductions(backward)
         return phases.replace(
             forward=fx.GraphModule(phases.forward, forward),
             backward=fx.GraphModule(phases.backward, backward),
         )
 
-    def gathers(self, graph: fx.Graph) -> None:
-        """Join the gathers of values that came into the graph."""
-        chains = [
-            [n] for n in graph.nodes if n.target in _GATHERS and n.args[0].op == "placeholder"
-        ]
+    def gathers(self, graph: fx.Graph, states: Collection[str]) -> None:
+        """Join the gathers of states, given by the names of their placeholders.
+
+        Other values that came into the graph, such as what the forward pass has left of every
+        layer, are gathered one by one: joined, all of them would be whole at once.
+        """
+        chains = [[n] for n in graph.nodes if n.target in _GATHERS and _name(n.args[0]) in states]
         for members in self.filled(chains, _blocks(graph)):
             _join(graph, members, members[0][0], before=True)
 
@@ -112,6 +115,11 @@ class Bucket:
             held += _size_bytes(chain)
         if bucket:
             yield bucket
+
+
+def _name(operand: fx.Node) -> str:
+    """The name of an operand that came into the graph, '' for others."""
+    return operand.name if operand.op == "placeholder" else ""
 
 
 def _size_bytes(chain: list[fx.Node]) -> int:
