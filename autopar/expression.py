@@ -13,7 +13,10 @@ from torch import Tensor, fx
 from autopar.program import info
 from autopar.text import written, written_call
 
-__all__ = ["Ref", "affine", "call", "listed", "numbered", "spliced"]
+__all__ = ["AHEAD", "Ref", "affine", "call", "listed", "numbered", "spliced"]
+
+AHEAD = "ahead"
+"""The variable of the one gather that is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ def call(
 
     Args:
         sizes: lengths of the lists that a `Ref` may name.
-        starts: whether it only starts a reduction.
+        starts: whether it only starts a collective.
     """
     target = str(node.target)
     record = info(node)

@@ -9,11 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from autopar.expression import Ref, affine, call, numbered
+from autopar.expression import AHEAD, Ref, affine, call, numbered
 from autopar.program import info
 from autopar.roll import Carried, Each, Fixed, Operand, Run, Same
 
 __all__ = ["Family", "Loop"]
+
+
+At = Callable[[fx.Node], Ref]
+"""Where the value of a node outside a loop is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +29,7 @@ class Family:
         stored: the values by the loop's variable.
         name: of the list.
         text: the expression of a turn's value.
+        following: the same for the turn after it.
         pops: whether that takes the value out of the list, so that the turn can release it.
         variable: what a turn calls it if it uses it more than once.
     """
@@ -33,6 +38,7 @@ class Family:
     stored: tuple[fx.Node, ...]
     name: str = ""
     text: str = ""
+    following: str = ""
     pops: bool = False
     variable: str = ""
     uses: list[int] = field(default_factory=list)
@@ -46,9 +52,12 @@ class Family:
         """
         self.name, self.pops = name, pops
         if pops:
-            self.text = f"{name}.pop(0)" if rising else f"{name}.pop()"
-        else:
-            self.text = f"{name}[{turn}]" if rising == forwards else f"{name}[-1 - {turn}]"
+            self.text = self.following = f"{name}.pop(0)" if rising else f"{name}.pop()"
+            return
+        step = 1 if forwards else -1
+        first, each = (0, 1) if rising == forwards else (-1, -1)
+        self.text = f"{name}[{affine(first, each, turn)}]"
+        self.following = f"{name}[{affine(first + each * step, each, turn)}]"
 
 
 class Loop:
@@ -57,12 +66,19 @@ class Loop:
     Args:
         fresh: makes a name that is not taken.
         late: reductions that are only started where they stand.
+        ahead: gathers that are only awaited where they stand.
     """
 
     def __init__(
-        self, run: Run, turn: str, fresh: Callable[[str], str], late: Collection[fx.Node]
+        self,
+        run: Run,
+        turn: str,
+        fresh: Callable[[str], str],
+        late: Collection[fx.Node],
+        ahead: Collection[fx.Node],
     ) -> None:
         self.run, self.turn, self.fresh, self.late = run, turn, fresh, late
+        self.ahead = [j for j, node in enumerate(run.blocks[0]) if node in ahead]
         self.heads = run.blocks[0]
         self.forwards = not _counts_down(run)
         self.lists: dict[int, str] = {}
@@ -132,7 +148,7 @@ class Loop:
         return list(dict.fromkeys(v for v in values if isinstance(v, fx.Node)))
 
     def body(
-        self, at: Callable[[fx.Node], Ref], sizes: Mapping[str, int], remarks: bool
+        self, at: At, sizes: Mapping[str, int], remarks: bool, then: str = ""
     ) -> Iterator[str]:
         """The lines of a turn, not indented.
 
@@ -140,6 +156,7 @@ class Loop:
             at: where the value of a node outside is.
             sizes: lengths of lists.
             remarks: whether to write placements.
+            then: starts the gather that follows the last one of the last turn.
         """
         old = {}  # what a turn calls the value that the turn before has left
         for j, last in self.last_carried.items():
@@ -169,7 +186,48 @@ class Loop:
             layouts = info(node).layouts
             remark = f"  # {layouts[0]}" if layouts and remarks else ""
             text = call(node, args, kwargs, sizes, node in self.late)
+            text = f"{AHEAD}.wait()" if j in self.ahead else text
             yield from self.statements(j, text, tail + remark)
+            if j in self.ahead:
+                yield from self.start_next(j, at, sizes, then)
+
+    def start_next(self, j: int, at: At, sizes: Mapping[str, int], then: str) -> Iterator[str]:
+        """The lines that start the gather after the one at an offset."""
+        later = [k for k in self.ahead if k > j]
+        if later:
+            yield f"{AHEAD} = {self.begun(later[0], at, sizes, self.present)}"
+            return
+        more = f"{self.turn} < {self.run.count - 1}" if self.forwards else f"{self.turn} > 0"
+        yield f"if {more}:"
+        yield f"    {AHEAD} = {self.begun(self.ahead[0], at, sizes, self.following)}"
+        if then:
+            yield "else:"
+            yield f"    {AHEAD} = {then}"
+
+    def begun(
+        self, j: int, at: At, sizes: Mapping[str, int], turn: Callable[[Operand, At], Any]
+    ) -> str:
+        """The expression that starts the gather at an offset, with the operands of a turn."""
+        node = self.heads[j]
+        values = iter([turn(o, at) for o in self.run.operands[j]])
+        args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+        return call(node, args, kwargs, sizes, True)
+
+    def first(self, operand: Operand, at: At) -> Any:
+        """What is written before the loop for an operand of the first turn."""
+        if isinstance(operand, Each) and not self.families[operand.values].pops:
+            return at(operand.values[0])
+        return self.present(operand, at)
+
+    def present(self, operand: Operand, at: At) -> Any:
+        """What a turn writes for an operand from outside."""
+        return self.operand(operand, {}, at)
+
+    def following(self, operand: Operand, at: At) -> Any:
+        """What a turn writes for an operand of the next."""
+        if isinstance(operand, Each):
+            return Ref(self.families[operand.values].following)
+        return self.present(operand, at)
 
     def statements(self, j: int, text: str, rest: str) -> Iterator[str]:
         """The lines that compute and collect the value at an offset."""
@@ -184,7 +242,7 @@ class Loop:
         elif not needed:
             yield f"del {name}"
 
-    def operand(self, operand: Operand, old: dict[int, str], at: Callable[[fx.Node], Ref]) -> Any:
+    def operand(self, operand: Operand, old: dict[int, str], at: At) -> Any:
         """What a turn writes for an operand."""
         if isinstance(operand, Same):
             return Ref(self.heads[operand.offset].name)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.program import Phases, shares_memory
+from autopar.collectives import members_of
+from autopar.overlap import under_way
+from autopar.program import Phases, outputs_of, shares_memory
 
 __all__ = ["peak_bytes", "saved_bytes"]
 
@@ -24,7 +26,7 @@ def peak_bytes(phases: Phases) -> int:
     """Most bytes that the values of a step take at once on a rank, forward and backward.
 
     States and inputs, which the caller holds, do not count, nor what a kernel takes for itself;
-    gradients do.
+    gradients do, and messages that are under way beside other calls.
     """
     forward = _live(phases.forward.graph, {})
     if not phases.gradients:
@@ -94,6 +96,11 @@ def _live(
     freed = [0] * len(new)
     for storage, e in last.items():
         freed[e] += size[storage]
+    order = {n: e for e, n in enumerate(graph.nodes)}
+    for bucket, first, end in under_way(graph):
+        message = _message_bytes(bucket)
+        new[order[first]] += message
+        freed[order[end] - 1] += message
     held = sum(size[s] for s in {s for storages in given.values() for s in storages})
     peak = held
     for more, less in zip(new, freed, strict=True):
@@ -124,6 +131,12 @@ def _made(
         home[node] = list(made)
         return made
     return {}
+
+
+def _message_bytes(bucket: fx.Node) -> int:
+    """What the message of a gather or scatter holds: all that is whole."""
+    operands = [operand.meta["val"] for _, operand, _ in members_of(bucket)]
+    return max(sum(map(_bytes, values)) for values in (operands, outputs_of(bucket)))
 
 
 def _copies(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.collectives import collective_of, members_of
 from autopar.layout import Mesh
+from autopar.overlap import entered
 from autopar.program import Phases, call_text, info
 
 __all__ = ["Coordinate", "check_phases", "check_ranks", "count_collectives", "reaching"]
@@ -469,10 +470,10 @@ def check_ranks(
 
 
 def _trace(phases: Phases) -> list[tuple[str, str, str, str]]:
-    """(phase, collective, axis, what all members must agree on) in order of execution."""
+    """(phase, collective, axis, what all members must agree on) in the order of entering."""
     rows = []
     for phase, gm in (("forward", phases.forward), ("backward", phases.backward)):
-        for node in gm.graph.nodes:
+        for node in entered(gm.graph):
             row = collective_of(node)
             if row is None or row.factor == 0:
                 continue

@@ -10,22 +10,14 @@ from typing import Any
 from torch import fx
 
 from autopar.collectives import ops
-from autopar.expression import Ref, call, listed, numbered, spliced
+from autopar.expression import AHEAD, Ref, call, listed, numbered, spliced
 from autopar.loop import Family, Loop
+from autopar.overlap import ahead, late
 from autopar.program import info
 from autopar.roll import leaves, runs
 from autopar.sizes import Size
 
 __all__ = ["Writer"]
-
-
-def _awaited_last(calls: list[fx.Node], output: fx.Node) -> dict[fx.Node, None]:
-    """Reductions whose results only leave: they run beside the rest and are awaited at the end."""
-    found: dict[fx.Node, None] = {}
-    for node in calls:
-        if _is_bucket(node) and all(set(taken.users) == {output} for taken in node.users):
-            found[node] = None
-    return found
 
 
 def _sizes(node: fx.Node) -> list[Size]:
@@ -35,8 +27,12 @@ def _sizes(node: fx.Node) -> list[Size]:
     return [v for v in (*leaves((node.args, node.kwargs)), *guard) if isinstance(v, Size)]
 
 
+_TAKEN = {"comm", "device", "inputs", "aten", "torch", AHEAD}
+_REDUCTIONS = (ops.all_reduce_bucket.default, ops.reduce_scatter_bucket.default)
+
+
 def _is_bucket(node: Any) -> bool:
-    return getattr(node, "target", None) is ops.all_reduce_bucket.default
+    return getattr(node, "target", None) in _REDUCTIONS
 
 
 class Writer:
@@ -51,9 +47,9 @@ class Writer:
         self.outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         self.held = set(self.inputs[:held])
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        self.late = _awaited_last(calls, graph.output_node())
+        self.late, self.ahead = late(graph), ahead(graph)
         self.bound = list(dict.fromkeys(size for n in calls for size in _sizes(n)))
-        self.names = {n.name for n in graph.nodes} | {"comm", "device", "inputs", "aten", "torch"}
+        self.names = {n.name for n in graph.nodes} | _TAKEN
         self.turn = self.fresh("i")
         self.home = {n: Ref(n.name) for n in self.inputs}
         self.final: dict[fx.Node, Ref] = {}  # variables of values that are in a list too
@@ -61,11 +57,12 @@ class Writer:
         self.last: dict[Ref, int] = {}  # the item that uses a value last
         self.kept: set[Ref] = set()  # inputs in lists that are not released
         self.items: list[fx.Node | Loop] = []
-        found = {r.start: r for r in (runs(graph, self.late) if rolled else ())}
+        apart = {*self.late, *self.ahead}
+        found = {r.start: r for r in (runs(graph, apart) if rolled else ())}
         at = 0
         while at < len(calls):
             if at in found:
-                self.add_loop(Loop(found[at], self.turn, self.fresh, self.late))
+                self.add_loop(Loop(found[at], self.turn, self.fresh, self.late, self.ahead))
                 at = found[at].stop
             else:
                 self.add_call(calls[at])
@@ -200,6 +197,7 @@ class Writer:
             if isinstance(loop, Loop):
                 self.settle(e, loop)
         lines = [f"def {name}(comm, device, inputs):", *self.binding(), *self.unpacked(labels)]
+        lines += [f"    {AHEAD} = {self.begun(node)}" for node in list(self.ahead)[:1]]
         place = ""
         for e, item in enumerate(self.items):
             if isinstance(item, Loop):
@@ -232,14 +230,26 @@ class Writer:
         """The lines of a call outside loops."""
         if self.member(node):
             return []
+        early = node in self.ahead
         text = call(node, *self.of_call(node), self.sizes, node in self.late)
+        text = f"{AHEAD}.wait()" if early else text
         dead = self.deaths(e, self.used(node))
         layouts = info(node).layouts
         remark = f"  # {layouts[0]}" if layouts and remarks else ""
         lines = [f"    {node.name} = {text}{f'; {dead}' if dead else ''}{remark}"]
         if not node.users:
             lines.append(f"    del {node.name}")
+        following = self.ahead[node] if early else None
+        if following is not None:
+            lines.append(f"    {AHEAD} = {self.begun(following)}")
         return lines
+
+    def begun(self, node: fx.Node) -> str:
+        """The expression that starts a gather before its place."""
+        for loop in self.loops():
+            if node in loop.heads:
+                return loop.begun(loop.heads.index(node), self.at, self.sizes, loop.first)
+        return call(node, *self.of_call(node), self.sizes, True)
 
     def settle(self, e: int, loop: Loop) -> None:
         """Decide where the turns of a loop take their values from."""
@@ -279,7 +289,9 @@ class Writer:
         for loop in self.loops():
             for family in self.given(loop):
                 name = self.family_name(family)
+                early = any(loop.heads[j] in self.ahead for j in family.uses)
                 pops = not self.held.issuperset(family.nodes)
+                pops = pops and not (early and len(family.uses) > 1)  # one turn's two uses part
                 family.take(name, self.turn, pops, loop.forwards, loop.forwards)
                 self.sizes[name] = len(family.stored)
                 for k, node in enumerate(family.stored):
@@ -306,7 +318,10 @@ class Writer:
         begun = [*(self.at(n) for n in loop.run.first.values()), *loop.copied]
         dead = self.deaths(e, (r for r in begun if r not in set(throughout)))
         lines += [*([dead] if dead else []), loop.head()]
-        lines += [f"    {line}" for line in loop.body(self.at, self.sizes, remarks)]
+        last = [n for n in loop.run.blocks[-1] if n in self.ahead][-1:]
+        following = self.ahead[last[0]] if last else None
+        then = self.begun(following) if following is not None else ""
+        lines += [f"    {line}" for line in loop.body(self.at, self.sizes, remarks, then)]
         dead = self.deaths(e, throughout)
         lines += [*([dead] if dead else []), *loop.after]
         return [f"    {line}" for line in lines]

@@ -125,22 +125,29 @@ class Meter(TorchDispatchMode):
 
 
 class Started:
-    """A reduction that has been started."""
+    """A collective that has been started."""
 
     def __init__(self, out: Any) -> None:
         self.out = out
 
     def wait(self) -> Any:
-        return self.out
+        out, self.out = self.out, None
+        return out
 
 
 class Comm:
     """The collectives as operators on tensors without data."""
 
+    def __init__(self) -> None:
+        self.message: list[Tensor] = []  # of the scatter under way: a copy of its operands
+
     def __getattr__(self, name: str) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if name in ("uniform", "keep_mask"):
                 return torch.empty(args[0], **kwargs)
+            if name == "reduce_scatter_bucket_start":
+                self.message.clear()
+                self.message += [torch.empty_like(x) for x in args[0]]
             out = getattr(torch.ops.autopar, name.removesuffix("_start"))(*args, **kwargs)
             return Started(out) if name.endswith("_start") else out
 

@@ -21,7 +21,7 @@ ORDER = [
     {"sizes"},
     {"program"},
     {"collectives", "rules", "text"},
-    {"arguments", "promotion", "roll"},
+    {"arguments", "overlap", "promotion", "roll"},
     {"cost", "check", "expression", "memory", "mistakes", "source", "static"},
     {"schedule"},
     {"capture", "passes", "strategies", "simulate"},
