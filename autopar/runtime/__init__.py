@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autopar.compat import foreach
-from autopar.runtime.communicator import Communicator, Pending, Transport
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.processes import announce, connect, join
+from autopar.runtime.transport import Pending, Transport
 from autopar.runtime.virtual import VirtualWorld
 
 __all__ = [

@@ -18,8 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import BatchError, MeshError, RankError
 from autopar.layout import Mesh
-from autopar.runtime.communicator import Call, Communicator, Pending, reduce_in_order
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.heartbeat import DIFFER, Heartbeat, Timing, open_store
+from autopar.runtime.transport import Call, Pending, reduce_in_order
 from autopar.runtime.virtual import VirtualWorld
 
 __all__ = ["announce", "connect", "join", "share"]

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from autopar.errors import RankError
 from autopar.layout import Mesh
-from autopar.runtime.communicator import Call, Communicator, reduce_in_order
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.transport import Call, reduce_in_order
 
 __all__ = ["VirtualWorld"]
 
