@@ -233,7 +233,8 @@ class _Processes:
 
     def share(self, tensor: Tensor) -> None:
         """See the function of this name."""
-        self._run(lambda: dist.broadcast(tensor, 0, async_op=True), Call("share", ""))
+        call = Call("share", "")
+        self.finish(self._begin(lambda: dist.broadcast(tensor, 0, async_op=True), call), call)
 
     # ---- Transport
 
