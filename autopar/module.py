@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 from autopar.arguments import Arguments, bind_arguments, position_names
 from autopar.batch import Batch, Rows
 from autopar.capture import skeleton
-from autopar.codegen import load
+from autopar.codegen import load, split_backward, split_finish
 from autopar.compat import FakeTensorMode, local_of, pytree, wrap_like
 from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
@@ -27,6 +28,7 @@ from autopar.parameters import Placer, held, home, is_whole, no_values, state
 from autopar.program import State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, connect, join
 from autopar.runtime.executor import Code, Executor, More
+from autopar.runtime.ledger import Ledger
 from autopar.runtime.microbatches import Microbatches
 from autopar.source import Source
 from autopar.training import Trained
@@ -94,6 +96,12 @@ class ParallelModule(Trained):
         self._comm.seed = seed
         self._batch = Batch(batch, mesh, self._comm, batch_dims)
         self._placer = Placer(self._comm, device_mesh)
+        alone = mesh.size == 1
+        self._ledger = Ledger(
+            partial(state, self),
+            (lambda _, g: g) if alone else (lambda p, g: wrap_like(g, p)),
+            (lambda g: g) if alone else local_of,
+        )
 
     # --- looking at it -------------------------------------------------------------------------
 
@@ -242,13 +250,17 @@ class ParallelModule(Trained):
         if compiled.accumulation is not None:
             whole_mesh, placed = compiled.annotated.mesh, [*[None] * len(states), *layouts]
             step = compiled.step(self._comm.coordinate)
-            executor = Microbatches(
-                step, compiled.parts(), whole_mesh, placed, wrap, self._comm, self._device
+            split = cache(
+                partial(split_finish, compiled.accumulation, phases.gradients, compiled.title)
             )
+            executor = Microbatches(
+                step, compiled.parts(), whole_mesh, placed, wrap, self._comm, self._device,
+                self._ledger, split,
+            )  # fmt: skip
             layouts = [x.without(MICRO) for x in layouts]
         else:
             code, more = self._code(compiled), self._more(compiled)
-            executor = Executor(code, wrap, self._comm, self._device, more)
+            executor = Executor(code, wrap, self._comm, self._device, more, self._ledger)
         return _Entry(compiled, executor, layouts, states, phases.gradients, signature)
 
     def _find_homes(self, entry: _Entry) -> None:
@@ -279,13 +291,16 @@ class ParallelModule(Trained):
                 "instead of backend='inductor'.",
                 stacklevel=7,
             )
-        if self._backend == "inductor" and not apart:
+        traced = self._backend == "inductor" and not apart
+        shared = phases if compiled.shared is None else compiled.shared
+        if traced:
             found = compiled_functions(phases, self._comm)
         else:
             source = compiled.code()
             name = hashlib.sha1(source.encode()).hexdigest()[:12]
             found = load(source, f"<autopar {name}>")
-        return Code(found.forward, found.backward, phases.roots)
+        split = cache(partial(split_backward, shared, compiled.title, traced=traced))
+        return Code(found.forward, found.backward, phases.roots, split)
 
     def _more(self, compiled: Compiled) -> More:
         """How to take the gradient of outputs beside the loss, should one ever arrive there."""

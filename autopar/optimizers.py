@@ -30,7 +30,15 @@ from autopar.errors import InputError
 from autopar.grouping import Grouping
 from autopar.standins import own_step, record
 
-__all__ = ["Generated", "adopt", "cut_like", "on_whole_tensors", "refuse_random", "repoint"]
+__all__ = [
+    "Generated",
+    "adopt",
+    "cut_like",
+    "guard",
+    "on_whole_tensors",
+    "refuse_random",
+    "repoint",
+]
 
 Cut = Callable[[Tensor], Tensor]
 """Takes this rank's piece of a whole tensor, maybe as a view."""
@@ -81,6 +89,7 @@ class _Adopted:
         pairs: of each optimizer, the pieces that it stepped last.
         inside: optimizers that hold pieces or whole tensors now.
         warned: optimizers whose users know that it steps whole tensors.
+        guards: what refuses steps on gradients that are not whole, see `guard`.
     """
 
     def __init__(self) -> None:
@@ -89,6 +98,7 @@ class _Adopted:
         self.pairs: WeakKeyDictionary[Any, dict[Tensor, _Pair]] = WeakKeyDictionary()
         self.inside: WeakSet[Any] = WeakSet()
         self.warned: WeakSet[Any] = WeakSet()
+        self.guards: WeakSet[Any] = WeakSet()
         register_optimizer_step_pre_hook(self.before)
         register_optimizer_step_post_hook(self.after)
 
@@ -97,6 +107,9 @@ class _Adopted:
         self.leave(optimizer)  # a step that raised
         self.repoint(optimizer)
         closure = any(callable(a) for a in (*args, *kwargs.values()))  # it computes gradients
+        for guard in () if closure else tuple(self.guards):
+            parameters = [p for _, _, p in _slots(optimizer)]
+            guard.require_none(f"{type(optimizer).__name__} was to step", parameters)
         if isinstance(optimizer, Generated) or closure:
             return
         if type(optimizer) in _ELEMENTWISE:
@@ -340,13 +353,24 @@ def adopt(replaced: Iterable[tuple[Tensor, Tensor, Cut]]) -> None:
     Old parameters are held weakly: one that no optimizer holds is gone, and its id may belong to
     another tensor.
     """
-    if not _adopted:
-        _adopted.append(_Adopted())
+    table = _table()
     for old, new, cut in replaced:
         if old.grad is not None and not hasattr(old.grad, "full_tensor"):
             old.grad = None  # a gradient of before; DTensor parameters start without
         move_hooks(old, new)
         old.__class__ = _Replaced
         old.__dict__["successor"] = new
-        _adopted[0].successors[old] = new
-        _adopted[0].ours[new] = cut
+        table.successors[old] = new
+        table.ours[new] = cut
+
+
+def guard(ledger: Any) -> None:
+    """Let optimizers ask a ledger's `require_none` before they step; it is held weakly."""
+    _table().guards.add(ledger)
+
+
+def _table() -> _Adopted:
+    """The one of the process; torch calls its hooks from now on."""
+    if not _adopted:
+        _adopted.append(_Adopted())
+    return _adopted[0]

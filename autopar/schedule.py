@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from autopar.sizes import Size, at_place
 
-__all__ = ["PARTS", "Join", "Step"]
+__all__ = ["PARTS", "Join", "Split", "Step"]
 
 PARTS = ("count", "start", "body", "end", "finish")
 """The functions of a step, in order.
@@ -74,3 +75,22 @@ class Step:
             for joins in (self.counted, self.summed)
         )
         return dataclasses.replace(self, counted=counted, summed=summed)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A function that gives gradients, in two, so that several calls can share the reductions.
+
+    Args:
+        partial: what the function takes -> values of this rank's rows, not reduced.
+        finish: those, or sums of them over calls -> gradients.
+        names: of the states whose gradients they are.
+        owners: of each value the state whose gradient it is a part of; '' where it is a constant.
+        key: what `finish` does: values are added up over splits that are alike in it.
+    """
+
+    partial: Callable[..., Any]
+    finish: Callable[..., Any]
+    names: tuple[str, ...]
+    owners: tuple[str, ...]
+    key: Any

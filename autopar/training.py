@@ -15,9 +15,11 @@ from autopar.batch import Batch
 from autopar.clipping import clip_by_norm
 from autopar.errors import InputError
 from autopar.layout import Layout, Mesh
+from autopar.optimizers import guard
 from autopar.parameters import Placer, is_whole, state
 from autopar.pretrained import save_whole
 from autopar.runtime import Communicator, announce
+from autopar.runtime.ledger import Ledger
 from autopar.runtime.pieces import piece
 from autopar.tracing import Stepper, generated, stepper_of
 
@@ -31,6 +33,7 @@ class Trained(nn.Module):
     _comm: Communicator
     _batch: Batch
     _placer: Placer
+    _ledger: Ledger
     _held: dict[str, Layout]
     _steps: int
     _optimizer: ref[torch.optim.Optimizer] | None = None
@@ -82,9 +85,11 @@ class Trained(nn.Module):
             The norm before clipping, a plain tensor without dims, equal on all ranks.
 
         Raises:
+            AutoparError: `no_sync` holds gradients back.
             InputError: `norm_type` is not positive.
             RuntimeError: the norm is not finite and `error_if_nonfinite`.
         """
+        self._ledger.require_none("Gradients were to be clipped")
         with torch.no_grad():
             return clip_by_norm(
                 self.parameters(), self._comm, max_norm, norm_type, error_if_nonfinite
@@ -92,12 +97,33 @@ class Trained(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For loops written for DistributedDataParallel: gradients add up over calls anyway.
+        """Backward passes inside reduce no gradients; the first one after reduces the sum.
 
-        Each backward pass reduces its gradients, inside too, so every sum is exact; to reduce once
-        for several microbatches, pass `accumulate=` to `parallelize`.
+        Until then `.grad` is as before, zeros where there was none, and what needs whole gradients
+        or would lose the others raises: the optimizer's step, `clip_grad_norm_`, `state_dict`.
+        `zero_grad` discards what was not reduced.
         """
-        yield
+        ledger = self._ledger
+        before, ledger.holding = ledger.holding, True
+        guard(ledger)
+        try:
+            yield
+        finally:
+            ledger.holding = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that `no_sync` holds back are discarded."""
+        super().zero_grad(set_to_none)
+        self._ledger.clear()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, of DTensors.
+
+        Raises:
+            AutoparError: `no_sync` holds gradients back, which it would lose.
+        """
+        self._ledger.require_none("The state was asked for")
+        return super().state_dict(*args, **kwargs)
 
     def agree(self, signature: str, new: bool = False) -> None:
         """Ranks that call differently must not meet; in local mode counting the rows sees to it.

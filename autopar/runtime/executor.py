@@ -12,6 +12,8 @@ from torch import Tensor
 from autopar.compat import versions_of
 from autopar.errors import AutoparError
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.ledger import Ledger
+from autopar.schedule import Split
 
 __all__ = ["Code", "Executor", "More"]
 
@@ -24,11 +26,13 @@ class Code:
         forward: states and inputs -> (results, saved values).
         backward: saved values and gradients of the roots -> gradients, or None for inference.
         roots: results that gradients come from.
+        split: makes `backward` in two, for gradients that are reduced later.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
     roots: tuple[int, ...]
+    split: Callable[[], Split] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Executor:
         comm: the collectives of this rank.
         device: where the tensors live.
         more: how to differentiate other results; without it they carry no gradient.
+        ledger: of gradients that are reduced later, if there can be any.
     """
 
     def __init__(
@@ -72,9 +77,11 @@ class Executor:
         comm: Communicator,
         device: torch.device,
         more: More | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.code, self.wrap = code, wrap
         self.comm, self.device, self.more = comm, device, more
+        self.ledger = ledger
 
     @property
     def carrying(self) -> frozenset[int]:
@@ -103,6 +110,17 @@ class Executor:
             return function(self.comm, self.device, values)
         finally:
             self.comm.step = now
+
+    def gradients(self, code: Code, step: int, values: list[Any]) -> Sequence[Tensor | None] | None:
+        """Local gradients of a call at a step; None where they wait in the ledger."""
+        assert code.backward is not None, "only training programs are differentiated"
+        if self.ledger is None or not self.ledger.busy:
+            found: Sequence[Tensor | None] = self.at_step(step, code.backward, values)
+            return found
+        assert code.split is not None, "given with the ledger"
+        return self.ledger.gradients(
+            code.split, lambda partial: self.at_step(step, partial, values), self.comm, self.device
+        )
 
     def grown(self, roots: Iterable[int]) -> Code:
         """Code for the present roots and these too."""
@@ -150,7 +168,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, executor: Executor, values: list[Tensor], *leaves: Tensor) -> Any:
         ctx.executor, ctx.code, ctx.again = executor, executor.code, None
-        ctx.step = executor.comm.step
+        ctx.step, ctx.n_leaves = executor.comm.step, len(leaves)
         more = executor.more
         if more is not None and not more.carrying <= set(executor.code.roots):
             ctx.again = _Again(more, executor.comm.step, values)
@@ -185,7 +203,10 @@ class _Step(torch.autograd.Function):
             if g is None:
                 g = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(g.contiguous())
-        assert code.backward is not None, "only training programs are differentiated"
-        local = executor.at_step(ctx.step, code.backward, [*saved, *tangents])
+        given = [*saved, *tangents]
+        del saved, tangents
+        local = executor.gradients(code, ctx.step, given)
+        if local is None:
+            return (None,) * (2 + ctx.n_leaves)
         wrapped = (None if g is None else executor.wrap(i, g) for i, g in enumerate(local))
         return (None, None, *wrapped)

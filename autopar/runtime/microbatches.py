@@ -11,8 +11,9 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.layout import MICRO, Layout, Mesh, chunk_sizes
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.ledger import Ledger
 from autopar.runtime.pieces import cut_of
-from autopar.schedule import Join, Step
+from autopar.schedule import Join, Split, Step
 
 __all__ = ["Microbatches"]
 
@@ -30,6 +31,8 @@ class Microbatches:
         wrap: makes the gradient of the i-th differentiated state from its local piece.
         comm: the collectives of this rank.
         device: where the tensors live.
+        ledger: of gradients that are reduced later, if there can be any.
+        split: makes the function `finish` in two, for them.
     """
 
     def __init__(
@@ -41,7 +44,10 @@ class Microbatches:
         wrap: Callable[[int, Tensor], Tensor],
         comm: Communicator,
         device: torch.device,
+        ledger: Ledger | None = None,
+        split: Callable[[], Split] | None = None,
     ) -> None:
+        self.ledger, self.split = ledger, split
         self.step, self.functions = step, functions
         self.mesh, self.layouts, self.wrap = mesh, layouts, wrap
         self.comm, self.device = comm, device
@@ -132,6 +138,21 @@ class Microbatches:
             found = function(comm, self.device, [values[n] for n in self.step.takes[name]])
         return dict(zip(self.step.gives[name], found, strict=True))
 
+    def gradients(self, kept: Values) -> Sequence[Tensor | None] | None:
+        """Local gradients from what `finish` takes; None where they wait in the ledger."""
+
+        def run(function: Callable[..., Any]) -> Any:
+            with torch.no_grad():
+                return function(
+                    self.comms[0], self.device, [kept.pop(n) for n in self.step.takes["finish"]]
+                )
+
+        if self.ledger is None or not self.ledger.busy:
+            found: Sequence[Tensor | None] = run(self.functions["finish"])
+            return found
+        assert self.split is not None, "given with the ledger"
+        return self.ledger.gradients(self.split, run, self.comms[0], self.device)
+
 
 def _add(total: Tensor, value: Tensor, reduction: str) -> Tensor:
     if reduction == "sum" and total.dtype != torch.bool:
@@ -184,9 +205,8 @@ class _Step(torch.autograd.Function):
         for name in micro.step.scaling.intersection(kept):  # made with a gradient of 1 at the loss
             kept[name] = kept[name] * tangent.to(kept[name].dtype)
         kept[micro.step.tangent[0]] = tangent
-        comm = micro.comms[0]
-        with torch.no_grad():
-            inputs = [kept.pop(n) for n in micro.step.takes["finish"]]
-            local = micro.functions["finish"](comm, micro.device, inputs)
+        local = micro.gradients(kept)
+        if local is None:
+            return (None,) * (2 + len(micro.step.gives["finish"]))
         wrapped = (None if g is None else micro.wrap(i, g) for i, g in enumerate(local))
         return (None, None, *wrapped)
