@@ -66,6 +66,7 @@ class Options:
     strict: bool = False
     zero: int | None = None
     precision: str | None = None
+    reduce: str | None = None
     remat: str | int = "none"
     accumulate: int = 1
 
@@ -82,12 +83,19 @@ class Options:
             ("backend", self.backend, ("eager", "inductor")),
             ("zero", self.zero, (None, 0, 1, 2, 3)),
             ("precision", self.precision, (None, *NARROW)),
+            ("reduce", self.reduce, (None, *NARROW)),
             *([] if budget else [("remat", self.remat, MODES)]),
         ):
             if value not in known:
                 raise InputError(
                     f"{name}={value!r} is not known.", expected=" or ".join(map(repr, known))
                 )
+        if self.reduce is not None and self.precision is None:
+            raise InputError(
+                f"reduce={self.reduce!r} was given without precision=.",
+                expected="gradients of a narrow computation: reduced wide they lose nothing",
+                hint=f"add precision={self.reduce!r}, or leave out reduce",
+            )
         others = {"pins": self.pins or None, "strategy": self.strategy, "zero": self.zero}
         given = [name for name, value in others.items() if value is not None]
         if self.plan is not None and given:
@@ -127,6 +135,9 @@ def parallelize(
         precision: "bf16", "fp16" or "fp32": parameters and floating inputs are cast to it where
             they are used; parameters are kept, reduced and stepped as the model has them (float32
             masters).
+        reduce: "bf16", "fp16" or "fp32", beside precision: dtype in which gradients of parameters
+            go over dp and fsdp. Half the bytes, and sums rounded to it; by default that of the
+            parameters.
         remat: what the backward pass computes again in place of keeping it: "none"; "selective":
             what is cheap, no products and no collectives; "full": repeated blocks but for what
             goes from one to the next; or the bytes that a step may hold on a rank beside states
@@ -280,10 +291,12 @@ def _lower(program: Program, compiled: Compiled, options: Options) -> Program:
     """The lowered program of all ranks; sizes in which they differ go into `compiled`."""
     has_loss = any(o.is_loss for o in program.outputs)
     rows = DATA_AXES if options.batch == "local" else ()
+    wire = None if options.reduce is None else NARROW[options.reduce]
     places = list(compiled.places().values())
     made = []
     for coordinate in places:
-        made.append(Shard(coordinate, whole_outputs=not has_loss, row_axes=rows).run(program))
+        shard = Shard(coordinate, whole_outputs=not has_loss, row_axes=rows, wire=wire)
+        made.append(shard.run(program))
         check_spmd(made[-1], "shard", coordinate)
     lowered = made[0]
     if len(places) > 1:

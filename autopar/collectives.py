@@ -52,19 +52,28 @@ _CUTS = "(Tensor[] xs, str axis, int[] dims, int[] outers, int[] sizes"
 """One dim and outer a member; their sizes one after the other."""
 _AS = ", *, ScalarType? dtype=None)"
 """A gather casts before it sends; its adjoint casts back before it reduces."""
+_WIRE = ", *, ScalarType? wire=None)"
+"""A reduction sends its operand in the dtype `wire`, and casts the sum back."""
+_BACK = ", *, ScalarType? dtype=None, ScalarType? wire=None)"
+"""What `wire` says here is said of the adjoint, which is a reduction."""
 COLLECTIVES: dict[str, Collective] = {
     row.name: row
     for row in (
-        Collective("vary", "(Tensor x, str axis)", "R", "V", "all_reduce", 0),
-        Collective("all_reduce", "(Tensor x, str axis, str op)", "P", "R", "", 2),
-        Collective("all_gather", f"(Tensor x, {_CUT}{_AS}", "S", "V", "reduce_scatter", 1),
+        Collective("vary", f"(Tensor x, str axis{_WIRE}", "R", "V", "all_reduce", 0),
+        Collective("all_reduce", f"(Tensor x, str axis, str op{_WIRE}", "P", "R", "", 2),
+        Collective("all_gather", f"(Tensor x, {_CUT}{_BACK}", "S", "V", "reduce_scatter", 1),
         Collective("all_gather_replicated", f"(Tensor x, {_CUT}{_AS}", "S", "R", "shard", 1),
         Collective("shard", f"(Tensor x, {_CUT}, int local)", "R", "S", "all_gather_replicated", 0),
         Collective("cut", f"(Tensor x, {_CUT}, int local)", "V", "S", "pad", 0),
         Collective("pad", f"(Tensor x, {_CUT})", "S", "P", "shard", 0),
         Collective(
-            "reduce_scatter", f"(Tensor x, {_CUT}, int local)", "P", "S", "all_gather_replicated", 1
-        ),
+            "reduce_scatter",
+            f"(Tensor x, {_CUT}, int local{_WIRE}",
+            "P",
+            "S",
+            "all_gather_replicated",
+            1,
+        ),  # fmt: skip
         Collective(
             "all_to_all",
             "(Tensor x, str axis, int dim, int outer, int[] sizes, int local, "
@@ -74,11 +83,13 @@ COLLECTIVES: dict[str, Collective] = {
             "all_to_all",
             1,
         ),
-        Collective("all_reduce_bucket", "(Tensor[] xs, str axis) -> Tensor[]", "P", "R", None, 2),
+        Collective(
+            "all_reduce_bucket", f"(Tensor[] xs, str axis{_WIRE} -> Tensor[]", "P", "R", None, 2
+        ),
         Collective("all_gather_bucket", f"{_CUTS}{_AS} -> Tensor[]", "S", "V", None, 1),
         Collective("all_gather_replicated_bucket", f"{_CUTS}{_AS} -> Tensor[]", "S", "R", None, 1),
         Collective(
-            "reduce_scatter_bucket", f"{_CUTS}, int[] locals) -> Tensor[]", "P", "S", None, 1
+            "reduce_scatter_bucket", f"{_CUTS}, int[] locals{_WIRE} -> Tensor[]", "P", "S", None, 1
         ),
     )
 }
@@ -132,11 +143,21 @@ def _gathered(
     sizes: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
 ) -> Tensor:
     return _resized(x, dim, outer * sum(sizes), dtype)
 
 
-def _cut(x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int) -> Tensor:
+def _cut(
+    x: Tensor,
+    axis: str,
+    dim: int,
+    outer: int,
+    sizes: Sequence[int],
+    local: int,
+    *,
+    wire: Any = None,
+) -> Tensor:
     return _resized(x, dim, outer * local)
 
 
@@ -159,7 +180,7 @@ def _exchanged(
     return x.new_empty(shape)
 
 
-def _fresh(x: Tensor, *_: Any) -> Tensor:
+def _fresh(x: Tensor, *_: Any, wire: Any = None) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -173,7 +194,7 @@ _FAKES: dict[str, Any] = {
     "cut": _cut,
     "reduce_scatter": _cut,
     "all_to_all": _exchanged,
-    "all_reduce_bucket": lambda xs, axis: [_fresh(x) for x in xs],
+    "all_reduce_bucket": lambda xs, axis, wire=None: [_fresh(x) for x in xs],
     "all_gather_bucket": lambda xs, axis, *cuts, dtype=None: [
         _gathered(x, axis, *cut, dtype=dtype)
         for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
@@ -181,7 +202,7 @@ _FAKES: dict[str, Any] = {
     "all_gather_replicated_bucket": lambda xs, axis, *cuts, dtype=None: _FAKES["all_gather_bucket"](
         xs, axis, *cuts, dtype=dtype
     ),
-    "reduce_scatter_bucket": lambda xs, axis, *cuts: [
+    "reduce_scatter_bucket": lambda xs, axis, *cuts, wire=None: [
         _cut(x, axis, *cut) for x, cut in zip(xs, split_cuts(len(xs), *cuts), strict=True)
     ],
     "shift": lambda index, axis, sizes: torch.empty_like(index),
@@ -202,6 +223,8 @@ def _setup(
 ) -> None:
     ctx.rest, ctx.dtype = inputs[1:], inputs[0].dtype
     ctx.length = inputs[0].shape[inputs[2]] if len(inputs) > 3 else 0
+    wire = (keyword_only_inputs or {}).get("wire")
+    ctx.wire = {} if wire is None else {"wire": wire}
 
 
 def _adjoint(name: str) -> Any:
@@ -212,7 +235,7 @@ def _adjoint(name: str) -> Any:
         nones = (None,) * len(rest)
         grad = grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
         if name == "vary":
-            return (ops.all_reduce(grad, rest[0], "sum"), *nones)
+            return (ops.all_reduce(grad, rest[0], "sum", **ctx.wire), *nones)
         if name == "all_reduce":
             if rest[1] != "sum":
                 raise RuntimeError(f"all_reduce({rest[1]}) has no gradient")
@@ -225,7 +248,8 @@ def _adjoint(name: str) -> Any:
         adjoint = getattr(ops, str(row.adjoint))
         if row.adjoint in ("shard", "reduce_scatter"):  # the operand was a shard of this length
             local = ctx.length // rest[2] if rest[2] else 0
-            return (adjoint(grad, *cut, local), *nones)
+            wire = ctx.wire if row.adjoint == "reduce_scatter" else {}
+            return (adjoint(grad, *cut, local, **wire), *nones)
         return (adjoint(grad, *cut), *nones)
 
     return backward
@@ -252,5 +276,6 @@ def moved_bytes(node: fx.Node, axis_size: int) -> float:
     results = node.meta["val"] if row.name.endswith("_bucket") else [node.meta["val"]]
     operands = [x.meta["val"] for _, x, _ in members_of(node)]
     values = results if row.takes == "S" else operands
-    total = sum(math.prod(v.shape) * v.dtype.itemsize for v in values)
+    sent: Any = node.kwargs.get("wire") if row.takes == "P" else None
+    total = sum(math.prod(v.shape) * (sent or v.dtype).itemsize for v in values)
     return float(row.factor * (axis_size - 1) / axis_size * total)

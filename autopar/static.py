@@ -89,6 +89,9 @@ def _entry(name: str, args: tuple[Any, ...], operand: Any, node: fx.Node) -> _En
     if len(args) > 4 and args[2] == 0:  # nothing is cut: any length will do
         args = (*args[:4], 0, *args[5:])
     dtype = "?" if val is None else _dtype(val)
+    if name in ("all_reduce", "reduce_scatter") and node.kwargs.get("wire") is not None:
+        wire = str(node.kwargs["wire"]).removeprefix("torch.")
+        return _Entry(name, args, shape, f"{dtype} as {wire}", call_text(node))
     return _Entry(name, args, shape, dtype, call_text(node))
 
 
@@ -314,7 +317,8 @@ def _backward(phases: Phases) -> list[str]:
             made = _entry(name, args, node, node)
             operand = node.args[0].meta.get("val")
             if operand is not None:  # a gather that narrows is reduced in the wide dtype
-                made = replace(made, dtype=_dtype(operand))
+                wire = made.dtype.partition(" as ")
+                made = replace(made, dtype="".join((_dtype(operand), *wire[1:])))
             want.append(made)
     pairs = _entries(n for n in phases.backward.graph.nodes if not info(n).again)
     return _sequence("backward", want, pairs) or _flow(phases)

@@ -146,7 +146,8 @@ def verify(
     else:
         want = run_eager(model, example_inputs, steps, make, options.get("loss"), narrow)
     have = run_virtual(compiled, model, example_inputs, steps, make, options.get("seed", 0))
-    report.rows = compare(have, want, tolerance(compiled, narrow))
+    limit = tolerance(compiled, narrow, NARROW.get(options.get("reduce") or ""))
+    report.rows = compare(have, want, limit)
     return report
 
 
@@ -177,20 +178,23 @@ def _checked(compiled: Compiled) -> str:
     )
 
 
-def tolerance(compiled: Compiled, narrow: torch.dtype | None = None) -> float:
+def tolerance(
+    compiled: Compiled, narrow: torch.dtype | None = None, wire: torch.dtype | None = None
+) -> float:
     """1e-10 in float64; 1e-6 where the model itself computes in float32; 1e-4 in float32.
 
     Where bfloat16 or float16 is computed in, 8 of its roundings (2^-8 and 2^-11).
 
     Args:
         narrow: dtype that the whole model is cast to.
+        wire: dtype that gradients are sent in.
     """
     dtypes = {s.dtype for s in compiled.annotated.states if s.dtype.is_floating_point}
     inner = {
         n.meta["val"].dtype
         for n in compiled.annotated.graph.graph.nodes
         if isinstance(n.meta.get("val"), Tensor)
-    }
+    } | ({wire} if wire is not None else set())
     half = [torch.finfo(d).eps for d in inner if d.is_floating_point and d.itemsize < 4]
     if half:
         return 4 * max(half)

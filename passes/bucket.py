@@ -89,7 +89,8 @@ class Bucket:
         kinds: dict[Any, list[list[fx.Node]]] = {}
         for chain in chains:
             operand: Any = chain[0].args[0]
-            dtypes = operand.meta["val"].dtype, *(n.kwargs.get("dtype") for n in chain)
+            given = (n.kwargs.get(name) for n in chain for name in ("dtype", "wire"))
+            dtypes = operand.meta["val"].dtype, *given
             kinds.setdefault((*((n.target, n.args[1]) for n in chain), dtypes), []).append(chain)
         return [bucket for alike in kinds.values() for bucket in self.cut(alike, blocks)]
 
@@ -159,8 +160,11 @@ def _join(
             args += [[c[0] for c in cuts], [c[1] for c in cuts], [n for c in cuts for n in c[2]]]
             args += [[c[3] for c in cuts]] if len(cuts[0]) > 3 else []
         place = graph.inserting_before if before else graph.inserting_after
+        kwargs = dict(links[0].kwargs)
+        if links[0].target in _GATHERS:
+            kwargs.pop("wire", None)  # it was for the gradient, which is taken by now
         with place(anchor):
-            bucket = graph.call_function(_BUCKETS[links[0].target], tuple(args), links[0].kwargs)
+            bucket = graph.call_function(_BUCKETS[links[0].target], tuple(args), kwargs)
         bucket.meta["val"] = [n.meta["val"] for n in links]
         set_info(bucket, NodeInfo(again=info(links[0]).again))
         anchor, before = bucket, False

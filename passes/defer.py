@@ -126,7 +126,8 @@ class _Cut:
         elif (link := _reduction(node)) is not None:
             name, operand, args, call = link
             value = self.value(operand, call, owner)
-            new = self.finish.call_function(getattr(ops, name).default, (value, *args))
+            kwargs = dict(call.kwargs)
+            new = self.finish.call_function(getattr(ops, name).default, (value, *args), kwargs)
         else:
             carried = [node.args[i] for i in _LINEAR[node.target]]
             mapping = {

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from autopar.collectives import ops
 from autopar.errors import PlanError
-from autopar.layout import MICRO, Layout, Mesh, chunk_sizes
+from autopar.layout import DATA_AXES, MICRO, Layout, Mesh, chunk_sizes
 from autopar.passes.cast import is_cast_state
 from autopar.program import (
     NodeInfo,
@@ -48,11 +49,13 @@ class Shard:
     Args:
         coordinate: place on the mesh whose local sizes are written into the graph.
         whole_outputs: gather the outputs, except over `row_axes`; else they stay as they are cut.
+        wire: dtype in which gradients of states that are cast go over the data axes.
     """
 
     coordinate: Mapping[str, int]
     whole_outputs: bool = False
     row_axes: tuple[str, ...] = ()
+    wire: torch.dtype | None = None
     name: str = "shard"
 
     def run(self, program: Program) -> Program:
@@ -251,8 +254,10 @@ class _Lowering:
         record = info(node)
         return record.rest or record.layouts[result]
 
-    def convert(self, value: fx.Node, want: Layout, user: fx.Node, output: bool = False) -> fx.Node:
-        """The node that holds `value` in layout `want`."""
+    def convert(
+        self, value: fx.Node, want: Layout, user: fx.Node, output: bool = False, cast: bool = False
+    ) -> fx.Node:
+        """The node that holds `value` in layout `want`; `cast` tells that it is narrowed then."""
         source, result = producer(value)
         if is_cast_state(source):
             return self.cast(source, want, user, output)
@@ -277,12 +282,14 @@ class _Lowering:
         for axis in names:  # before gathers: the gradient is then reduced last, on a shard
             if grad and current.kind(axis) == "R" and want.kind(axis) == "V":
                 current = _marked(current, axis, "V")
-                node = self.step(value, node, ops.vary.default, (axis,), current)
+                sent = self.sent(axis, cast)
+                node = self.step(value, node, ops.vary.default, (axis,), current, sent)
         for axis in sorted(moving, key=lambda a: -self.depth(have, a)):
             varies = grad and (want.kind(axis) == "V" or axis in target)
             name = "all_gather" if varies else "all_gather_replicated"
             after = _marked(current.without(axis), axis, "V" if varies else "R")
-            node = self.cut_step(value, node, name, axis, current, after)
+            sent = self.sent(axis, cast and varies)
+            node = self.cut_step(value, node, name, axis, current, after, sent)
             current = after
         for axis in sorted(names, key=lambda a: a != MICRO):  # microbatches first, then ranks
             goal = want.kind(axis)
@@ -292,7 +299,8 @@ class _Lowering:
                 node = self.step(value, node, ops.all_reduce.default, (axis, reduction), current)
             if current.kind(axis) == "R" and goal == "V" and grad:
                 current = _marked(current, axis, "V")
-                node = self.step(value, node, ops.vary.default, (axis,), current)
+                sent = self.sent(axis, cast)
+                node = self.step(value, node, ops.vary.default, (axis,), current, sent)
         for axis in sorted(target, key=lambda a: self.depth(want, a)):
             kind = current.kind(axis)
             name = {"P": "reduce_scatter", "V": "cut" if grad else "shard", "R": "shard"}[kind]
@@ -308,11 +316,12 @@ class _Lowering:
         It is cast last, so that its gradient is reduced in the wide one; a gather casts itself,
         before it sends.
         """
-        wide: Any = self.convert(node.args[0], want, user, output)  # type: ignore[arg-type]
+        wide: Any = self.convert(node.args[0], want, user, output, cast=True)  # type: ignore
         key = (wide, node.target, str(node.kwargs))
         if key not in self.steps:
             if wide.target in _GATHERS:
-                new = self.graph.call_function(wide.target, wide.args, node.kwargs)
+                kwargs = {**node.kwargs, **wide.kwargs}
+                new = self.graph.call_function(wide.target, wide.args, kwargs)
             else:
                 new = self.graph.call_function(node.target, (wide,), node.kwargs)  # type: ignore
             layout = info(wide).layouts[0]
@@ -379,13 +388,19 @@ class _Lowering:
         return d, outer, pieces
 
     def cut_step(
-        self, value: fx.Node, node: fx.Node, name: str, axis: str, layout: Layout, result: Layout
-    ) -> fx.Node:
+        self, value: fx.Node, node: fx.Node, name: str, axis: str, layout: Layout, result: Layout,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> fx.Node:  # fmt: skip
         d, outer, pieces = self.geometry(layout, axis)
         args: tuple[Any, ...] = (axis, d, outer, pieces)
         if name in ("shard", "cut", "reduce_scatter"):
             args = (*args, pieces[self.coordinate[axis]])
-        return self.step(value, node, getattr(ops, name).default, args, result)
+        return self.step(value, node, getattr(ops, name).default, args, result, kwargs)
+
+    def sent(self, axis: str, cast: bool) -> dict[str, Any]:
+        """How the gradient of a state that is cast goes over an axis; microbatches send nothing."""
+        ranks = axis in DATA_AXES and axis != MICRO
+        return {"wire": self.options.wire} if cast and ranks and self.options.wire else {}
 
     def exchange(
         self, value: fx.Node, node: fx.Node, have: Layout, want: Layout, axis: str
@@ -402,12 +417,13 @@ class _Lowering:
         return set(record.rest.sharded) - set(record.layouts[0].sharded) if record.rest else set()
 
     def step(
-        self, value: fx.Node, node: fx.Node, target: Any, args: tuple[Any, ...], result: Layout
-    ) -> fx.Node:
+        self, value: fx.Node, node: fx.Node, target: Any, args: tuple[Any, ...], result: Layout,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> fx.Node:  # fmt: skip
         """One collective on `node`, shared by all users that ask for the same."""
-        key = (node, target, str(args))
+        key = (node, target, str(args), str(kwargs))
         if key not in self.steps:
-            new = self.graph.call_function(target, (node, *args))
+            new = self.graph.call_function(target, (node, *args), dict(kwargs))
             self.describe(new, result, value)
             if info(value).again and target in _GATHERS and args[0] in self.stored_over(value):
                 update_info(new, again=True)

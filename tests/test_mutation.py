@@ -104,6 +104,7 @@ CASES = [
 OPTIONS = [
     (Mlp, "dp=2", 4, {"accumulate": 2}),
     (Mlp, "fsdp=2", 4, {"precision": "fp32"}),
+    (Mlp, "dp=2", 4, {"reduce": "fp32", "precision": "fp32"}),
     (Gpt, "fsdp=2", 4, {"zero": 1}),
     (Mlp, "dp=2, tp=2", 4, {"remat": "selective"}),
 ]

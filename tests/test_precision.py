@@ -121,6 +121,108 @@ def test_gathers_are_narrow_and_reductions_wide(mesh: str, zero: int) -> None:
                 assert moved == {torch.float32}, node
 
 
+def wires(found: Any, axis: str) -> set[Any]:
+    """Dtypes in which the backward pass sends sums over an axis."""
+    nodes = [n for n in found.of(0).backward.graph.nodes if collective_of(n) is not None]
+    return {
+        n.kwargs.get("wire") or x.meta["val"].dtype
+        for n in nodes
+        for name, x, _ in members_of(n)
+        if n.args[1] == axis and "reduce" in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "more"),
+    [
+        ("dp=2, fsdp=2", 3, {}),
+        ("fsdp=3", 1, {}),
+        ("dp=2, tp=2", 0, {}),
+        ("fsdp=2", 3, {"accumulate": 2}),
+    ],
+)
+def test_gradients_are_sent_narrow_where_asked(mesh: str, zero: int, more: dict[str, Any]) -> None:
+    """Over data axes alone, and the result is within roundings of what is reduced wide."""
+    model, inputs = single("gpt", 6)
+    wide, narrow = (
+        autopar.compile(model, mesh, inputs, precision="bf16", zero=zero, **more, **options)
+        for options in ({}, {"reduce": "bf16"})
+    )
+    assert {s.dtype for s in narrow.of(0).program.states if s.is_parameter} == {torch.float32}
+    for axis in autopar.mesh(mesh).names:
+        if axis == "tp":
+            assert wires(narrow, axis) == wires(wide, axis)
+        else:
+            assert wires(narrow, axis) == {torch.bfloat16}
+            assert torch.float32 in wires(wide, axis)
+    one, two = (
+        run_virtual(c, model, inputs, 1, lambda params: torch.optim.SGD(params, lr=0.1))
+        for c in (wide, narrow)
+    )
+    assert torch.equal(one.losses[0], two.losses[0])
+    largest = max(float(g.norm()) for g in one.grads[0].values() if g is not None)
+    differ = False
+    for name, want in one.grads[0].items():
+        have = two.grads[0][name]
+        assert have is not None and want is not None and have.dtype == torch.float32
+        error = float((have - want).norm()) / max(float(want.norm()), 1e-3 * largest)
+        assert error < 4 * 2**-8, name
+        differ |= error > 0
+    assert differ, "it was not rounded at all"
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "fsdp=3"])
+def test_narrow_reduction_verifies(mesh: str) -> None:
+    """As far as what is sent goes: six digits of float32, two of bfloat16."""
+    model, inputs = make("gpt", 5)
+    options = {"precision": "fp32", "steps": 2, "lr": 0.01}
+    autopar.verify(model, mesh, inputs, reduce="fp32", **options).raise_if_failed()
+    coarse = autopar.verify(model, mesh, inputs, reduce="bf16", **options)
+    coarse.raise_if_failed()
+    assert max(r.error for r in coarse.rows) > 1e-4
+
+
+def bytes_sent(found: Any) -> float:
+    return sum(size for phase, *_, size in found.traffic() if phase == "backward")
+
+
+def test_narrow_reduction_halves_the_bytes() -> None:
+    model, inputs = single("gpt")
+    wide, narrow = (
+        bytes_sent(autopar.compile(model, "dp=2", inputs, precision="bf16", reduce=reduce))
+        for reduce in (None, "bf16")
+    )
+    assert 0.5 * wide <= narrow < 0.51 * wide
+
+
+def reduces_narrow(rank: int, n: int, mesh: str) -> Any:
+    model, inputs = single("gpt")
+    parallel = autopar.parallelize(model, mesh, precision="bf16", reduce="bf16")
+    with parallel.no_sync():
+        loss_of(parallel(**inputs)).backward()
+    loss_of(parallel(**inputs)).backward()
+    return {k: p.grad.full_tensor().numpy() for k, p in parallel.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2, tp=2"])
+def test_narrow_reduction_in_processes_equals_virtual_ranks(mesh: str, pool: Pool) -> None:
+    model, inputs = single("gpt")
+    compiled = autopar.compile(model, mesh, inputs, precision="bf16", reduce="bf16")
+    want = run_virtual(compiled, model, inputs, 1, lambda ps: torch.optim.SGD(ps, lr=0.1)).grads[0]
+    for grads in pool.run(autopar.mesh(mesh).size, reduces_narrow, mesh):
+        for name, g in want.items():
+            assert g is not None
+            error = float((torch.from_numpy(grads[name]) - 2 * g).norm() / (2 * g.norm() + 1e-6))
+            assert error < 2**-7, name
+
+
+def test_narrow_reduction_needs_a_narrow_computation() -> None:
+    with pytest.raises(InputError, match=r"reduce='bf16' was given without precision(.|\n)*add"):
+        autopar.parallelize(nn.Linear(2, 2), "dp=1", reduce="bf16")
+    with pytest.raises(InputError, match="reduce='int8' is not known"):
+        autopar.parallelize(nn.Linear(2, 2), "dp=1", precision="bf16", reduce="int8")
+
+
 def state_bytes(rank: int, n: int, zero: int) -> tuple[int, int]:
     """Bytes of parameters, gradients and Adam's moments on this rank, and what AdamW adds."""
     model, inputs = single("gpt")

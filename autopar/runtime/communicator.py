@@ -48,10 +48,17 @@ class Communicator:
 
     # ---- reductions
 
-    def all_reduce(self, x: Tensor, axis: str, op: str) -> Tensor:
-        """Reduce `x` over `axis`; `op` is 'sum', 'max' or 'min' (on bool: or, or, and)."""
+    def all_reduce(
+        self, x: Tensor, axis: str, op: str, *, wire: torch.dtype | None = None
+    ) -> Tensor:
+        """Reduce `x` over `axis`; `op` is 'sum', 'max' or 'min' (on bool: or, or, and).
+
+        With the dtype `wire`, here as below, `x` is sent in it, and the sum cast back.
+        """
         if self._sizes[axis] == 1:
             return x
+        if wire not in (None, x.dtype):
+            return self.all_reduce(x.to(wire), axis, op).to(x.dtype)
         call = Call("all_reduce", axis, x.dtype, tuple(x.shape), (op,))
         if x.dtype == torch.bool:
             buffer, op = x.to(torch.uint8).contiguous(), "max" if op == "sum" else op
@@ -61,11 +68,15 @@ class Communicator:
             self.transport.start_reduce(buffer.view(-1), op, call).wait()
         return buffer.bool() if x.dtype == torch.bool else buffer
 
-    def all_reduce_bucket(self, xs: Sequence[Tensor], axis: str) -> list[Tensor]:
+    def all_reduce_bucket(
+        self, xs: Sequence[Tensor], axis: str, *, wire: torch.dtype | None = None
+    ) -> list[Tensor]:
         """Sum each of `xs` over `axis` by one reduction per dtype; results are views of it."""
-        return self.all_reduce_bucket_start(xs, axis).wait()
+        return self.all_reduce_bucket_start(xs, axis, wire=wire).wait()
 
-    def all_reduce_bucket_start(self, xs: Sequence[Tensor], axis: str) -> Started:
+    def all_reduce_bucket_start(
+        self, xs: Sequence[Tensor], axis: str, *, wire: torch.dtype | None = None
+    ) -> Started:
         """Begin `all_reduce_bucket`; `.wait()` on the result gives the list."""
         groups: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(xs):
@@ -73,37 +84,40 @@ class Communicator:
         if self._sizes[axis] == 1:
             return Started(lambda: list(xs))
         parts: list[tuple[Pending | None, Tensor, list[int]]] = []
-        for dtype, indices in groups.items():
-            buffer = self._cat([xs[i].detach() for i in indices])
+        for indices in groups.values():
+            buffer = self._cat([xs[i].detach() for i in indices], wire)
             shapes = tuple(tuple(xs[i].shape) for i in indices)
-            call = Call("all_reduce_bucket", axis, dtype, (buffer.numel(),), shapes)
+            call = Call("all_reduce_bucket", axis, buffer.dtype, (buffer.numel(),), shapes)
             pending = self.transport.start_reduce(buffer, "sum", call) if buffer.numel() else None
             parts.append((pending, buffer, indices))
-        every = [x.shape for x in xs]
+        every, dtypes = [x.shape for x in xs], tuple(groups)
 
         def finish() -> list[Tensor]:
             out: dict[int, Tensor] = {}
-            for pending, buffer, indices in parts:
+            for dtype, (pending, buffer, indices) in zip(dtypes, parts, strict=True):
                 if pending is not None:
                     pending.wait()
-                pieces = torch.split(buffer, [every[i].numel() for i in indices])
+                pieces = torch.split(buffer.to(dtype), [every[i].numel() for i in indices])
                 out.update((i, p.view(every[i])) for i, p in zip(indices, pieces, strict=True))
             return [out[i] for i in range(len(every))]
 
         return Started(finish)
 
-    def _cat(self, xs: Sequence[Tensor]) -> Tensor:
+    def _cat(self, xs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """All elements of `xs` in a row."""
         n = sum(x.numel() for x in xs)
-        buffer = self._buffers.empty(n, xs[0].dtype, xs[0].device)
+        buffer = self._buffers.empty(n, dtype or xs[0].dtype, xs[0].device)
         return torch.cat([x.reshape(-1) for x in xs], out=buffer)
 
     def reduce_scatter(
-        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int
-    ) -> Tensor:
+        self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], local: int, *,
+        wire: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         """Sum `x` over `axis` and keep this rank's piece of `dim`."""
         if self._sizes[axis] == 1:
             return x
+        if wire not in (None, x.dtype):
+            return self.reduce_scatter(x.to(wire), axis, dim, outer, sizes, local).to(x.dtype)
         call = self._call("reduce_scatter", x, axis, dim, outer, sizes, sum(sizes))
         rest = around(x, dim, outer)
         if rest * sum(sizes) == 0:
@@ -120,9 +134,12 @@ class Communicator:
         outers: Sequence[int],
         sizes: Sequence[int],
         locals_: Sequence[int],
+        *,
+        wire: torch.dtype | None = None,
     ) -> list[Tensor]:
         """As `reduce_scatter` of each of `xs`, in one message; `sizes` one after the other."""
-        return self.reduce_scatter_bucket_start(xs, axis, dims, outers, sizes, locals_).wait()
+        start = self.reduce_scatter_bucket_start
+        return start(xs, axis, dims, outers, sizes, locals_, wire=wire).wait()
 
     def reduce_scatter_bucket_start(
         self,
@@ -132,9 +149,15 @@ class Communicator:
         outers: Sequence[int],
         sizes: Sequence[int],
         locals_: Sequence[int],
+        *,
+        wire: torch.dtype | None = None,
     ) -> Started:
         """Begin `reduce_scatter_bucket`; the one begun before it is finished first, so that one
         message is held, however late the results are waited for."""
+        if wire not in (None, xs[0].dtype):
+            small, dtypes = [x.to(wire) for x in xs], [x.dtype for x in xs]
+            begun = self.reduce_scatter_bucket_start(small, axis, dims, outers, sizes, locals_)
+            return Started(lambda: [x.to(d) for x, d in zip(begun.wait(), dtypes, strict=True)])
         before = self._scattering() if self._scattering is not None else None
         if before is not None:
             before.settle()
@@ -226,10 +249,11 @@ class Communicator:
         sizes: Sequence[int],
         *,
         dtype: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
     ) -> Tensor:
         """Join the pieces of `dim`: (outer, sizes[c]) on each rank becomes (outer, sum(sizes)).
 
-        With a dtype, `x` is cast to it before it is sent.
+        With a dtype, `x` is cast to it before it is sent; `wire` is for the gradient alone.
         """
         x = x if dtype is None else x.to(dtype)
         if self._sizes[axis] == 1:
@@ -326,7 +350,7 @@ class Communicator:
             index = index * self.mesh.sizes[axis] + self.coordinate[axis]
         return values[index]
 
-    def vary(self, x: Tensor, axis: str) -> Tensor:
+    def vary(self, x: Tensor, axis: str, *, wire: torch.dtype | None = None) -> Tensor:
         """`x` itself: no data moves."""
         return x
 
