@@ -30,6 +30,7 @@ from autopar.runtime import Communicator, VirtualWorld, connect, join
 from autopar.runtime.executor import Code, Executor, More
 from autopar.runtime.ledger import Ledger
 from autopar.runtime.microbatches import Microbatches
+from autopar.schedule import Split
 from autopar.source import Source
 from autopar.training import Trained
 
@@ -89,7 +90,7 @@ class ParallelModule(Trained):
         self._skeleton: list[nn.Module] = [skeleton(model, self._mode)]  # not a sub-module
         self._entries: dict[Any, _Entry] = {}
         self._latest: _Entry | None = None
-        self._hinted = False
+        self._hinted = self._told = False
         self._held: dict[str, Layout] = {}  # placements of the states, chosen at the first call
         self._steps = 0
         self._comm = _communicator(mesh)
@@ -250,9 +251,7 @@ class ParallelModule(Trained):
         if compiled.accumulation is not None:
             whole_mesh, placed = compiled.annotated.mesh, [*[None] * len(states), *layouts]
             step = compiled.step(self._comm.coordinate)
-            split = cache(
-                partial(split_finish, compiled.accumulation, phases.gradients, compiled.title)
-            )
+            split = cache(partial(self._split, compiled))
             executor = Microbatches(
                 step, compiled.parts(), whole_mesh, placed, wrap, self._comm, self._device,
                 self._ledger, split,
@@ -262,6 +261,20 @@ class ParallelModule(Trained):
             code, more = self._code(compiled), self._more(compiled)
             executor = Executor(code, wrap, self._comm, self._device, more, self._ledger)
         return _Entry(compiled, executor, layouts, states, phases.gradients, signature)
+
+    def _split(self, compiled: Compiled) -> Split:
+        """The end of a step over microbatches in two, when `no_sync` first asks for it."""
+        assert compiled.accumulation is not None, "only with accumulate="
+        scatters = compiled.accumulation.scatters and not self._comm.rank
+        if scatters and not self._told:
+            self._told = True
+            warnings.warn(
+                "no_sync leaves out what is reduced in backward; with accumulate= and parameters "
+                "cut at rest, most gradients are scattered within the call. The sums are exact.",
+                stacklevel=2,
+            )
+        names = compiled.of(self._comm.rank).gradients
+        return split_finish(compiled.accumulation, names, compiled.title)
 
     def _find_homes(self, entry: _Entry) -> None:
         """Look up which sub-modules hold the states, where one may have been replaced."""

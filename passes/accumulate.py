@@ -32,6 +32,12 @@ class Accumulation:
     step: Step
     graphs: Mapping[str, fx.GraphModule]
 
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are scattered over ranks in each microbatch, as they arise."""
+        rows = map(collective_of, self.graphs["body"].graph.nodes)
+        return any(row is not None and row.name.startswith("reduce_scatter") for row in rows)
+
 
 def accumulate(phases: Phases) -> Accumulation:
     """Take a differentiated program apart at the joins over the axis `MICRO`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -380,6 +381,13 @@ def test_hooks_see_the_sum_outside_alone() -> None:
 
 
 def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> Any:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = loop(name, mesh, rank, options)
+    return *found, sum("no_sync leaves out" in str(w.message) for w in told)
+
+
+def loop(name: str, mesh: str, rank: int, options: dict[str, Any]) -> Any:
     """Two steps of three calls, and the sums over data axes in each backward pass."""
     model = make(name, 4)[0]
     batches = batches_of(name, (6, 4, 5))
@@ -418,6 +426,7 @@ def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> 
         ("gpt2", "fsdp=2", {}),
         ("gpt", "dp=2", {"batch": "local", "zero": 2}),
         ("llama", "dp=2", {"accumulate": 2}),
+        ("gpt", "fsdp=2", {"accumulate": 2}),
     ],
 )
 def test_processes_equal_one_device(
@@ -429,9 +438,10 @@ def test_processes_equal_one_device(
         want = {n: g.clone() for n, g in alone(model, batches).items()}
         optimizer.step()
     limit = 1e-6 if name in CASTS else 1e-9
-    for counts, grads, state, error in pool.run(
-        autopar.mesh(mesh).size, trains, name, mesh, options
-    ):
+    told = int("fsdp" in mesh and "accumulate" in options)
+    ranks = pool.run(autopar.mesh(mesh).size, trains, name, mesh, options)
+    for rank, (counts, grads, state, error, warned) in enumerate(ranks):
+        assert warned == (told if rank == 0 else 0)
         assert [c > 0 for c in counts] == [False, False, True] * 2, counts
         close({n: torch.from_numpy(g) for n, g in grads.items()}, want, limit)
         for n, p in model.state_dict().items():
