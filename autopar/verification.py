@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import math
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor, nn
 from autopar.api import NARROW, compile
 from autopar.arguments import as_call, bind_arguments
 from autopar.check import spmd_problems
+from autopar.comparison import Report, Trace, compare
 from autopar.compat import pytree
 from autopar.compiled import Compiled
-from autopar.errors import VerificationError
+from autopar.errors import InputError
 from autopar.layout import MICRO, Layout, Mesh
 from autopar.layout import mesh as make_mesh
 from autopar.program import Phases, State, info
@@ -28,81 +27,9 @@ from autopar.runtime.executor import Code, Executor
 from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import assemble, piece
 from autopar.static import check_phases, check_ranks, count_collectives
+from autopar.tracing import generated, stepper_of
 
-__all__ = ["Report", "run_virtual", "static", "verify"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One comparison: largest relative error of a kind of tensor at a step."""
-
-    step: int
-    what: str
-    name: str
-    error: float
-    limit: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether the error is within the limit (a NaN is not)."""
-        return self.error <= self.limit
-
-
-@dataclass(slots=True)
-class Report:
-    """What `verify` found.
-
-    Args:
-        rows: numeric comparisons with the single device.
-        problems: findings of the static check.
-        checked: what the static check looked at.
-    """
-
-    title: str
-    rows: list[Row] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    checked: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found."""
-        return not self.problems and all(r.ok for r in self.rows)
-
-    def raise_if_failed(self) -> None:
-        """Raise VerificationError with the table where something was found."""
-        if not self.ok:
-            raise VerificationError(f"The parallel program differs from one device.\n{self}")
-
-    def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=f"{self.title}: {'equal' if self.ok else 'DIFFERENT'}")
-        for column in ("step", "compared", "worst", "relative error", "limit", ""):
-            table.add_column(column)
-        for r in self.rows:
-            table.add_row(
-                str(r.step), r.what, r.name, f"{r.error:.1e}", f"{r.limit:.0e}",
-                "ok" if r.ok else "FAIL",
-            )  # fmt: skip
-        console = Console(file=io.StringIO(), width=100)
-        console.print(table)
-        if self.checked:
-            verdict = f"{len(self.problems)} problem(s)" if self.problems else "no problem"
-            console.print(f"static: {self.checked}: {verdict}", markup=False, highlight=False)
-        for problem in self.problems:
-            console.print(f"static: {problem}", markup=False, highlight=False)
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-@dataclass(slots=True)
-class Trace:
-    """Whole tensors of a run, step by step."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
-    params: list[dict[str, Tensor]] = field(default_factory=list)
-    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+__all__ = ["Report", "Trace", "compare", "run_virtual", "static", "verify"]
 
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -116,6 +43,7 @@ def verify(
     steps: int = 3,
     optimizer: MakeOptimizer = torch.optim.SGD,
     lr: float = 0.1,
+    traced: bool | None = None,
     **options: Any,
 ) -> Report:
     """Run all ranks' programs in this process and compare with the unmodified model.
@@ -125,7 +53,10 @@ def verify(
 
     Args:
         example_inputs: a dict of keyword arguments, a tuple, or a tensor: one global batch.
-        optimizer: an elementwise `torch.optim` class, made as ``optimizer(params, lr=lr)``.
+        optimizer: an elementwise optimizer class, or a `functools.partial` of one, made as
+            ``optimizer(params, lr=lr)``.
+        traced: whether the ranks step by the program that `model.optimizer` generates of it, rather
+            than by its own step on their pieces; by default they do where there is one.
         options: as for `parallelize`.
 
     Returns:
@@ -138,6 +69,7 @@ def verify(
     report.problems, report.checked = static(compiled), _checked(compiled)
     random = any(info(n).site >= 0 for n in compiled.annotated.graph.graph.nodes)
     make = _bound(optimizer, lr)
+    ranks = _Steps(optimizer, lr, traced)
     narrow = NARROW.get(options.get("precision") or "")
     if random:
         one = Mesh(tuple((axis, 1) for axis in grid.names))  # a given strategy names these axes
@@ -145,7 +77,8 @@ def verify(
         want = run_virtual(alone, model, example_inputs, steps, make, options.get("seed", 0))
     else:
         want = run_eager(model, example_inputs, steps, make, options.get("loss"), narrow)
-    have = run_virtual(compiled, model, example_inputs, steps, make, options.get("seed", 0))
+    have = run_virtual(compiled, model, example_inputs, steps, ranks, options.get("seed", 0))
+    report.stepped = ranks.told()
     limit = tolerance(compiled, narrow, NARROW.get(options.get("reduce") or ""))
     report.rows = compare(have, want, limit)
     return report
@@ -153,6 +86,53 @@ def verify(
 
 def _bound(optimizer: MakeOptimizer, lr: float) -> Callable[[list[Tensor]], Any]:
     return lambda params: optimizer(params, lr=lr)
+
+
+class _Steps:
+    """Makes the optimizers of the ranks, by the generated step where that is wanted and can be."""
+
+    def __init__(self, optimizer: MakeOptimizer, lr: float, traced: bool | None) -> None:
+        self.traced, self.reason = traced, "traced=False" if traced is False else ""
+        self.made: list[Any] = []
+        given = isinstance(optimizer, functools.partial)
+        cls: Any = getattr(optimizer, "func", optimizer) if given else optimizer
+        self.name = getattr(cls, "__name__", str(cls))
+        self.make = _bound(optimizer, lr)
+        if traced is False:
+            return
+        try:
+            found = generated(cls)
+        except InputError as error:
+            if traced:
+                raise
+            self.reason = error.what
+            return
+        options = getattr(optimizer, "keywords", {}) if given else {}
+        self.make = _bound(functools.partial(found, **options), lr)
+
+    def __call__(self, params: list[Tensor]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = self.make(params)
+        self.made.append(made)
+        return made
+
+    def told(self) -> str:
+        """Which code made the steps.
+
+        Raises:
+            InputError: the generated step was asked for, and there is none.
+        """
+        reason = self.reason
+        if not reason:
+            reason = next((r for o in self.made if (r := stepper_of(o).reason)), "")
+            if reason and self.traced:
+                raise InputError(
+                    f"{self.name} has no generated step: {reason}.",
+                    expected="an elementwise optimizer",
+                    hint="leave out traced=True",
+                )
+        if not reason:
+            return f"{self.name}, by the generated step, as of model.optimizer"
+        return f"{self.name}, by its own step on each rank's pieces ({reason.rstrip('.')})"
 
 
 def static(compiled: Compiled) -> list[str]:
@@ -412,47 +392,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
         eps = torch.finfo(a.dtype).eps
         return bool(torch.allclose(a, b, rtol=64 * eps, atol=64 * eps, equal_nan=True))
     return bool(torch.equal(a, b))
-
-
-def compare(have: Trace, want: Trace, limit: float) -> list[Row]:
-    """Largest relative error of each kind of tensor at each step.
-
-    Errors are relative to the tensor's norm, but not below 1e-3 of the largest norm of its kind:
-    a gradient that is exactly zero on paper (a key bias under softmax) holds only rounding.
-    """
-    rows = []
-    for step, (a, b) in enumerate(zip(have.losses, want.losses, strict=True)):
-        rows.append(Row(step, "loss", "", _error(a, b, 0.0), limit))
-        for what in ("grads", "params", "buffers"):
-            one, two = getattr(have, what)[step], getattr(want, what)[step]
-            floor = 1e-3 * max((_norm(t) for t in two.values() if t is not None), default=0.0)
-            worst, name = 0.0, ""
-            missing = {k: None for k, t in two.items() if k not in one and what == "grads"}
-            for key, t in (one | missing).items():
-                error = _pair_error(t, two.get(key), floor)
-                if not error <= worst:
-                    worst, name = error, key
-                if math.isnan(error):  # nothing compares above it
-                    break
-            rows.append(Row(step, what, name, worst, limit))
-    return rows
-
-
-def _norm(t: Tensor) -> float:
-    return float(t.double().norm()) if t.numel() else 0.0
-
-
-def _pair_error(a: Tensor | None, b: Tensor | None, floor: float) -> float:
-    if a is None or b is None:
-        present = a if a is not None else b
-        return 0.0 if present is None or not bool(present.any()) else float("inf")
-    return _error(a, b, floor)
-
-
-def _error(a: Tensor, b: Tensor, floor: float) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    return _norm(a.double() - b.double()) / max(_norm(b), floor, 1e-300) if a.numel() else 0.0
 
 
 # --- mutation ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ ORDER = [
     {"writer"},
     {"codegen"},
     {"compiled"},
-    {"report", "mutation"},
+    {"comparison", "report", "mutation"},
     {"boxes", "elementwise"},
     {"grouping"},
     {"standins", "update"},
