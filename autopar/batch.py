@@ -82,21 +82,26 @@ class Batch:
             counts = tuple(c for n in counts for c in chunk_sizes(n, self.mesh.sizes[axis]))
         return counts
 
-    def rows(self, arguments: Arguments) -> Rows:
-        """Count the rows; in local mode the ranks tell each other theirs, at every call."""
+    def rows(self, arguments: Arguments, manner: str = "") -> Rows:
+        """Count the rows; in local mode the ranks tell each other theirs, at every call.
+
+        Args:
+            manner: what else the ranks must have in common in a call, such as "evaluation".
+        """
         sizes = [t.shape[0] for t in arguments.tensors if t.dim()]
         mine = max(set(sizes), key=lambda n: (sizes.count(n), -sizes.index(n))) if sizes else 0
         if self.ranks == 1:
             return Rows(mine, (mine,), mine)
-        everyone = self.comm.exchange((mine, self._other_sizes(arguments, mine)))
+        everyone = self.comm.exchange((mine, f"{self._other_sizes(arguments, mine)} ({manner})"))
         counts: dict[int, int] = {}
         for rank, (n, sizes) in enumerate(everyone):
             if sizes != everyone[0][1]:
                 raise BatchError(
                     "The ranks call the model differently.",
                     where=f"rank 0 with {everyone[0][1]}; rank {rank} with {sizes}",
-                    expected="the same shapes on all ranks but for the number of rows",
-                    hint="pad all rows of a step to one length",
+                    expected="the same on all ranks but for the number of rows",
+                    hint="pad all rows of a step to one length; train, evaluate and use no_sync "
+                    "on all ranks alike",
                 )
             at = self.place(rank)
             if counts.setdefault(at, n) != n:

@@ -163,7 +163,7 @@ class ParallelModule(Trained):
         """The model's own result, see docs/usage.md for what is a DTensor in it."""
         arguments = bind_arguments(args, kwargs, self._positions)
         _check_gradients(arguments)
-        rows = self._batch.rows(arguments)
+        rows = self._batch.rows(arguments, self._manner())
         entry = self.entry(arguments, rows)
         if not entry.checked:
             self._batch.check(arguments, entry.compiled.plan_json())
@@ -184,6 +184,12 @@ class ParallelModule(Trained):
         found = next(itertools.chain(self.parameters(), self.buffers()), None)
         return torch.device("cpu") if found is None else found.device
 
+    def _manner(self) -> str:
+        """What beside shapes decides which collectives a call enters."""
+        held = ", inside no_sync()" if self._ledger.holding else ""
+        grads = "" if torch.is_grad_enabled() else " without gradients"
+        return ("training" if self.training else "evaluation") + grads + held
+
     def _check_devices(self, arguments: Arguments) -> None:
         here = self._device
         if here.type == "meta":
@@ -200,7 +206,8 @@ class ParallelModule(Trained):
     def entry(self, arguments: Arguments, rows: Rows | None = None) -> _Entry:
         """The compiled step for a call, compiled now where its shapes or the model are new."""
         self._check_devices(arguments)
-        rows = self._batch.rows(arguments) if rows is None else rows
+        if rows is None:
+            rows = self._batch.rows(arguments, self._manner())
         version = self._source.version()
         if version != self._version:  # a forward or a sub-module was replaced
             self._version = version

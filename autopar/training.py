@@ -132,7 +132,8 @@ class Trained(nn.Module):
             BatchError: another rank calls the model, or something else that all ranks must call.
         """
         if self._batch.mode == "global":
-            announce(self._comm, signature, wait=new)
+            inside = ", inside no_sync()" if self._ledger.holding else ""
+            announce(self._comm, signature + inside, wait=new)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,17 @@ def test_rows_of_own_may_differ(tmp_path: Path) -> None:
         assert "unnoticed" in text and "Error" not in text, text
 
 
-def _steps(rank: int, n: int, known: list[int], mine: list[Any]) -> str:
+def _steps(rank: int, n: int, known: list[int], mine: list[Any], batch: str = "global") -> str:
     torch.manual_seed(0)
-    module = autopar.parallelize(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), "dp=2, tp=2")
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    module = autopar.parallelize(model, "dp=2, tp=2", batch=batch)
     for rows in known:
         module(torch.ones(rows, 8)).sum().backward()
     try:
         if mine[rank] == "evaluates":
             module.eval()
-        module(torch.ones(4, 8)).sum().backward()
+        with module.no_sync() if mine[rank] == "accumulates" else nullcontext():
+            module(torch.ones(4, 8)).sum().backward()
         module(torch.ones(4, 8)).sum().backward()
     except AutoparError as error:
         return f"{type(error).__name__}: {error}"
@@ -137,6 +140,21 @@ def test_one_rank_in_evaluation_is_named_on_all(pool: Pool) -> None:
         assert text.startswith("BatchError"), text
         assert "Rank 2 (" in text and "evaluation" in text and "training" in text
     assert pool.run(4, _steps, [4, 4], ["evaluates"] * 4) == [""] * 4
+
+
+def test_one_rank_inside_no_sync_is_named_on_all(pool: Pool) -> None:
+    for text in pool.run(4, _steps, [4, 4], ["", "accumulates", "", ""]):
+        assert text.startswith("BatchError"), text
+        assert "Rank 1 (" in text and text.count("inside no_sync()") == 1
+    assert pool.run(4, _steps, [4, 4], ["accumulates"] * 4) == [""] * 4
+
+
+@pytest.mark.parametrize("what", ["evaluates", "accumulates"])
+def test_ranks_with_own_rows_must_do_the_same_with_them(what: str, pool: Pool) -> None:
+    for text in pool.run(4, _steps, [4, 4], ["", "", what, what], "local"):
+        assert text.startswith("BatchError"), text
+        assert "evaluation" in text if what == "evaluates" else "inside no_sync()" in text
+        assert "rank 2 with input float32[rows, 8]" in text
 
 
 # --- the comparison ----------------------------------------------------------------------------
