@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 		--nproc-per-node $(RANKS) examples/train_gpt.py --mesh "$(MESH)"
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
