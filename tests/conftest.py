@@ -9,6 +9,7 @@ import pytest
 from pool import Pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start processes run one after the other, beside those that do not."""
     for item in items:
@@ -17,11 +18,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What torch and transformers are made of stays: to search it for garbage costs a fifth."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    grouped = getattr(session.config.option, "loadgroup", False)
+    marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if grouped and not all(item.nodeid.endswith("@processes") for item in marked):
+        raise pytest.UsageError(  # pytest-xdist 3.8 groups nothing under pytest 9.2, silently
+            "This pytest-xdist does not keep a group of tests together. Try the versions of "
+            "constraints.txt, or leave out --numprocesses."
+        )
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import pytest
 import autopar
 
 MESHES = ("dp=2", "tp=2", "fsdp=2", "dp=3", "fsdp=3")
-KILLS = 24
+KILLS = 20
 GRACE_S = 0.15  # for which the others go on
 
 

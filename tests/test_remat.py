@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -34,6 +35,7 @@ def test_model_equals_one_device(name: str, mesh: str, remat: str) -> None:
 ROWS = 32  # so that activations outweigh gradients
 
 
+@functools.cache
 def phases(remat: Any, mesh: str = "dp=2", **changes: Any) -> Phases:
     changes = {"layers": 6, "vocab": 40, **changes}
     model, inputs = make("gpt", ROWS, **changes)
@@ -80,8 +82,9 @@ def test_predicted_peak_is_the_measured_one(name: str, remat: str, mesh: str) ->
 
 
 def test_bytes_given_are_kept_to_with_least_repeated() -> None:
-    model, inputs = make("gpt", ROWS, layers=6, vocab=40)
+    model, inputs = make("gpt", ROWS, layers=4, vocab=40)
 
+    @functools.cache
     def made(remat: Any) -> Any:
         return autopar.compile(model, "dp=2", inputs, remat=remat)
 
@@ -96,7 +99,7 @@ def test_bytes_given_are_kept_to_with_least_repeated() -> None:
         last = count
     assert repeated(made(none).of(0)) == [] and last <= len(repeated(made("full").of(0)))
     half = made((none + selective) // 2)
-    assert 0 < half.remat.blocks < 6, "only some of the blocks"
+    assert 0 < half.remat.blocks < 4, "only some of the blocks"
     autopar.verify(model, "dp=2", inputs, remat=(none + selective) // 2).raise_if_failed()
 
 

@@ -164,7 +164,6 @@ def trains(rank: int, n: int, name: str, mesh: str, options: dict[str, Any]) -> 
         ("gpt2", "fsdp=2, tp=2", {}),
         ("llama", "tp=2, fsdp=2", {"sequence": False}),
         ("resnet", "fsdp=3", {}),
-        ("t5", "dp=2, fsdp=2", {}),
         ("gpt", "dp=2, fsdp=2", {"batch": "local"}),
         ("bert", "dp=2", {"zero": 3}),
         ("gpt2", "dp=2, tp=2", {"zero": 1}),
