@@ -82,7 +82,7 @@ class Batch:
             counts = tuple(c for n in counts for c in chunk_sizes(n, self.mesh.sizes[axis]))
         return counts
 
-    def rows(self, arguments: Arguments, manner: str = "") -> Rows:
+    def rows(self, arguments: Arguments, manner: str) -> Rows:
         """Count the rows; in local mode the ranks tell each other theirs, at every call.
 
         Args:

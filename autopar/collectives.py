@@ -136,28 +136,12 @@ def _resized(x: Tensor, dim: int, length: int, dtype: torch.dtype | None = None)
 
 
 def _gathered(
-    x: Tensor,
-    axis: str,
-    dim: int,
-    outer: int,
-    sizes: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    wire: torch.dtype | None = None,
+    x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int], *, dtype: Any = None, **_: Any
 ) -> Tensor:
     return _resized(x, dim, outer * sum(sizes), dtype)
 
 
-def _cut(
-    x: Tensor,
-    axis: str,
-    dim: int,
-    outer: int,
-    sizes: Sequence[int],
-    local: int,
-    *,
-    wire: Any = None,
-) -> Tensor:
+def _cut(x: Tensor, axis: str, dim: int, outer: int, sizes: Any, local: int, **_: Any) -> Tensor:
     return _resized(x, dim, outer * local)
 
 
@@ -180,7 +164,7 @@ def _exchanged(
     return x.new_empty(shape)
 
 
-def _fresh(x: Tensor, *_: Any, wire: Any = None) -> Tensor:
+def _fresh(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

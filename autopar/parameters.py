@@ -16,9 +16,8 @@ from autopar.errors import InputError
 from autopar.layout import Layout
 from autopar.optimizers import adopt
 from autopar.program import State
-from autopar.runtime import Communicator
+from autopar.runtime import Communicator, share
 from autopar.runtime.pieces import piece
-from autopar.runtime.processes import share
 
 __all__ = ["Placer", "held", "home", "is_whole", "no_values", "state"]
 

@@ -27,6 +27,7 @@ __all__ = [
     "Phases",
     "Program",
     "State",
+    "ancestors",
     "call_text",
     "copied",
     "differentiable",
@@ -259,6 +260,19 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
     fx.map_arg(value, note)
     return found
+
+
+def ancestors(nodes: Iterable[fx.Node], stops: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """`nodes` and everything they are computed from, up to `stops`, which belong to it."""
+    ends, seen = set(stops), set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack.extend(node.all_input_nodes)
+    return seen
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -17,7 +17,7 @@ from autopar.collectives import collective_of, ops
 from autopar.errors import PlanError
 from autopar.layout import MICRO
 from autopar.passes.bucket import Bucket
-from autopar.program import Phases, call_text, differentiable, info, shares_memory
+from autopar.program import Phases, ancestors, call_text, differentiable, info, shares_memory
 from autopar.roll import leaves
 from autopar.schedule import Join, Step
 from autopar.sizes import Size
@@ -116,7 +116,7 @@ class _Split:
         )
 
     def run(self) -> Accumulation:
-        needed = _ancestors([*self.results, *self.gradients], ())
+        needed = ancestors(n for n in (*self.results, *self.gradients) if n is not None)
         used = set().union(*(self.sources[n] for n in self.varying & needed))
         counted = [s for s in self.joins if s in used]
         for node in counted:
@@ -153,7 +153,7 @@ class _Split:
 
     def once(self, body: Iterable[Any], counted: Sequence[fx.Node]) -> list[fx.Node]:
         """The calls outside the loop whose values it takes; views are made within."""
-        inside = [n for n in _ancestors(body, [*counted, *self.inputs]) if n in self.varying]
+        inside = [n for n in ancestors(body, [*counted, *self.inputs]) if n in self.varying]
         found: dict[fx.Node, None] = {}
         stack = [n for node in inside for n in node.all_input_nodes]
         while stack:
@@ -179,7 +179,7 @@ class _Split:
         """The function that computes values from known ones."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
-        needed = _ancestors(outputs, known)
+        needed = ancestors((o for o in outputs if o is not None), known)
         stops = set(known)
         for node in self.graph.nodes:
             if node not in needed:
@@ -214,19 +214,6 @@ def _joins(node: fx.Node) -> bool:
 
 def _many(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (list, tuple))
-
-
-def _ancestors(nodes: Iterable[Any], stops: Iterable[fx.Node]) -> set[fx.Node]:
-    """What values are computed from, up to `stops`, which belong to it."""
-    ends, seen = set(stops), set()
-    stack = [n for n in nodes if n is not None]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in ends:
-                stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _inlined(

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.collectives import collective_of, members_of, ops
 from autopar.passes.bucket import Bucket
-from autopar.program import Phases
+from autopar.program import Phases, ancestors
 
 __all__ = ["Deferred", "constants", "defer"]
 
@@ -180,13 +180,7 @@ def _reduction(node: fx.Node) -> tuple[str, fx.Node, tuple[Any, ...], fx.Node] |
 
 def _ending(graph: fx.Graph, ends: Sequence[fx.Node]) -> fx.GraphModule:
     """The graph that gives these values; it takes all that the graph takes."""
-    needed: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = ancestors(ends)
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

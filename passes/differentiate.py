@@ -24,7 +24,6 @@ from autopar.passes.trace import (
     Request,
     Trace,
     Traces,
-    ancestors,
     fake_like,
 )
 from autopar.program import (
@@ -32,6 +31,7 @@ from autopar.program import (
     NodeInfo,
     Phases,
     Program,
+    ancestors,
     call_text,
     info,
     set_info,

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from autopar.collectives import collective_of, ops
 from autopar.compat import FakeTensorMode, make_fx, schema_of
 from autopar.errors import AutoparError
-from autopar.program import shares_memory
+from autopar.program import ancestors, shares_memory
 from autopar.sizes import Sizes, at_place, has_sizes
 
-__all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "ancestors", "fake_like"]
+__all__ = ["TRANSPARENT", "Request", "Trace", "Traces", "fake_like"]
 
 aten = torch.ops.aten
 TRANSPARENT = (aten.detach.default, aten.alias.default, ops.vary.default)
@@ -414,15 +414,3 @@ def _clean(graph: fx.Graph) -> None:
             shaped.meta["val"] = node.args[2].meta["val"]
             node.update_arg(2, shaped)
     graph.eliminate_dead_code()
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes` and everything they are computed from."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen

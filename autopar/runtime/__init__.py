@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.compat import foreach
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.processes import announce, connect, join
+from autopar.runtime.processes import announce, connect, join, share
 from autopar.runtime.transport import Pending, Transport
 from autopar.runtime.virtual import VirtualWorld
 
@@ -17,4 +17,5 @@ __all__ = [
     "connect",
     "foreach",
     "join",
+    "share",
 ]

@@ -6,10 +6,11 @@ where); a `Transport` moves flat buffers.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -23,6 +24,18 @@ from autopar.runtime.flat import around, join, joined, resized, split
 from autopar.runtime.transport import Call, Pending, Started, Transport
 
 __all__ = ["Communicator"]
+
+P = ParamSpec("P")
+
+
+def _awaited(start: Callable[P, Started]) -> Callable[P, list[Tensor]]:
+    """What gives the results of a bucket that `start` begins."""
+
+    @functools.wraps(start)
+    def run(*args: P.args, **kwargs: P.kwargs) -> list[Tensor]:
+        return start(*args, **kwargs).wait()
+
+    return run
 
 
 class Communicator:
@@ -68,16 +81,10 @@ class Communicator:
             self.transport.start_reduce(buffer.view(-1), op, call).wait()
         return buffer.bool() if x.dtype == torch.bool else buffer
 
-    def all_reduce_bucket(
-        self, xs: Sequence[Tensor], axis: str, *, wire: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """Sum each of `xs` over `axis` by one reduction per dtype; results are views of it."""
-        return self.all_reduce_bucket_start(xs, axis, wire=wire).wait()
-
     def all_reduce_bucket_start(
         self, xs: Sequence[Tensor], axis: str, *, wire: torch.dtype | None = None
     ) -> Started:
-        """Begin `all_reduce_bucket`; `.wait()` on the result gives the list."""
+        """Sum each of `xs` over `axis` by one reduction per dtype; results are views of it."""
         groups: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(xs):
             groups.setdefault(x.dtype, []).append(i)
@@ -126,21 +133,6 @@ class Communicator:
         out = self.transport.start_scatter(flat, [rest * s for s in sizes], call).wait()
         return out.view(resized(x, dim, outer * local))
 
-    def reduce_scatter_bucket(
-        self,
-        xs: Sequence[Tensor],
-        axis: str,
-        dims: Sequence[int],
-        outers: Sequence[int],
-        sizes: Sequence[int],
-        locals_: Sequence[int],
-        *,
-        wire: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        """As `reduce_scatter` of each of `xs`, in one message; `sizes` one after the other."""
-        start = self.reduce_scatter_bucket_start
-        return start(xs, axis, dims, outers, sizes, locals_, wire=wire).wait()
-
     def reduce_scatter_bucket_start(
         self,
         xs: Sequence[Tensor],
@@ -152,8 +144,13 @@ class Communicator:
         *,
         wire: torch.dtype | None = None,
     ) -> Started:
-        """Begin `reduce_scatter_bucket`; the one begun before it is finished first, so that one
-        message is held, however late the results are waited for."""
+        """As `reduce_scatter` of each of `xs`, in one message; `sizes` one after the other.
+
+        The one begun before it is finished first, so that one message is held, however late the
+        results are waited for.
+        """
+        if self._sizes[axis] == 1:
+            return Started(lambda: list(xs))
         if wire not in (None, xs[0].dtype):
             small, dtypes = [x.to(wire) for x in xs], [x.dtype for x in xs]
             begun = self.reduce_scatter_bucket_start(small, axis, dims, outers, sizes, locals_)
@@ -161,10 +158,8 @@ class Communicator:
         before = self._scattering() if self._scattering is not None else None
         if before is not None:
             before.settle()
-        k, cuts = self._sizes[axis], split_cuts(len(xs), dims, outers, sizes, locals_)
-        if k == 1:
-            return Started(lambda: list(xs))
-        runs: list[list[Tensor]] = [[] for _ in range(k)]
+        cuts = split_cuts(len(xs), dims, outers, sizes, locals_)
+        runs: list[list[Tensor]] = [[] for _ in range(self._sizes[axis])]
         for x, (dim, outer, pieces, _) in zip(xs, cuts, strict=True):
             self._call("reduce_scatter", x, axis, dim, outer, pieces, sum(pieces))
             flat, rest = split(x.detach(), dim, outer, pieces), around(x, dim, outer)
@@ -187,19 +182,6 @@ class Communicator:
 
     # ---- gathers and slices
 
-    def all_gather_bucket(
-        self,
-        xs: Sequence[Tensor],
-        axis: str,
-        dims: Sequence[int],
-        outers: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        """As `all_gather` of each of `xs`, in one message; `sizes` one after the other."""
-        return self.all_gather_bucket_start(xs, axis, dims, outers, sizes, dtype=dtype).wait()
-
     def all_gather_bucket_start(
         self,
         xs: Sequence[Tensor],
@@ -210,7 +192,7 @@ class Communicator:
         *,
         dtype: torch.dtype | None = None,
     ) -> Started:
-        """Begin `all_gather_bucket`; `.wait()` on the result gives the list."""
+        """As `all_gather` of each of `xs`, in one message; `sizes` one after the other."""
         xs = [x if dtype is None else x.to(dtype) for x in xs]
         cuts = split_cuts(len(xs), dims, outers, sizes)
         if self._sizes[axis] == 1:
@@ -287,9 +269,13 @@ class Communicator:
 
     # these differ from the others in their adjoints only
     all_gather_replicated = all_gather
-    all_gather_replicated_bucket = all_gather_bucket
     all_gather_replicated_bucket_start = all_gather_bucket_start
     shard = cut
+
+    # begun and awaited at once
+    all_reduce_bucket = _awaited(all_reduce_bucket_start)
+    reduce_scatter_bucket = _awaited(reduce_scatter_bucket_start)
+    all_gather_bucket = all_gather_replicated_bucket = _awaited(all_gather_bucket_start)
 
     def pad(self, x: Tensor, axis: str, dim: int, outer: int, sizes: Sequence[int]) -> Tensor:
         """Zeros of the whole `dim` with `x` at this rank's piece."""
