@@ -152,6 +152,23 @@ def check_buckets(comm: Communicator) -> None:
             _equal(part, _piece(x * (k * (k + 1) // 2), *cut, c))
 
 
+def check_wires(comm: Communicator) -> None:
+    """Sent in bfloat16, the sums of small integers are exact, and come in the operand's dtype."""
+    for axis, k in comm.mesh.axes:
+        c, sizes = comm.coordinate[axis], _sizes(k)[1]
+        whole, total = torch.arange(3.0 * sum(sizes)).view(sum(sizes), 3), k * (k + 1) // 2
+        mine, want = whole * (c + 1), _piece(whole * total, 0, 1, sizes, c)
+        cut = (0, 1, sizes, sizes[c])
+        wire = {"wire": torch.bfloat16}
+        _equal(comm.all_reduce(mine, axis, "sum", **wire), whole * total)
+        _equal(comm.all_reduce_bucket([mine], axis, **wire)[0], whole * total)
+        _equal(comm.reduce_scatter(mine, axis, *cut, **wire), want)
+        bucket = ([mine], axis, [0], [1], sizes, [sizes[c]])
+        _equal(comm.reduce_scatter_bucket(*bucket, **wire)[0], want)
+        rounded = comm.all_reduce(mine + 1 / 512, axis, "sum", **wire)
+        assert torch.equal(rounded, rounded.bfloat16().float())
+
+
 def check_rest(comm: Communicator) -> None:
     """What moves no tensor, or any object."""
     n = comm.mesh.size
@@ -166,7 +183,7 @@ def check_rest(comm: Communicator) -> None:
         _equal(comm.shift(x, axis, sizes), x - sum(sizes[: comm.coordinate[axis]]))
 
 
-CHECKS = [check_gathers, check_all_to_all, check_reductions, check_buckets, check_rest]
+CHECKS = [check_gathers, check_all_to_all, check_reductions, check_buckets, check_wires, check_rest]
 
 
 def _check_processes(rank: int, n: int, text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from models import KINDS, make
 from pool import Pool
 from test_accumulate import moving
@@ -140,12 +141,15 @@ def virtual(
 class Watching:
     """A transport that notes sums over data axes."""
 
+    SUMS = ("start_reduce", "start_scatter")
+
     def __init__(self, inner: Any) -> None:
         self.inner, self.seen = inner, []
+        assert all(hasattr(inner, name) for name in self.SUMS), "it would see nothing"
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.inner, name)
-        if name not in ("start_reduce", "scatter"):
+        if name not in self.SUMS:
             return function
 
         def noted(*args: Any) -> Any:
@@ -187,6 +191,30 @@ def close(have: dict[str, Tensor], want: dict[str, Tensor], limit: float = 1e-10
     for name, t in want.items():
         error = float((have[name] - t).norm()) / max(float(t.norm()), floor)
         assert error <= limit, (name, error)
+
+
+class Scaled(nn.Module):
+    """A weight that is a product of parameters, a bias of which a part is masked: the gradients
+    come from reductions by calls that are not linear in all they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.base = nn.Parameter(torch.rand(5, 1)), nn.Parameter(torch.randn(5, 6))
+        self.bias = nn.Parameter(torch.randn(5))
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.scale * self.base / self.base.norm(dim=1, keepdim=True)
+        return F.linear(x, weight, self.bias * self.mask).exp().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_sum_is_exact_where_parameters_are_multiplied(mesh: str) -> None:
+    torch.manual_seed(2)
+    model = Scaled().double()
+    batches = [{"x": torch.randn(n, 6).double()} for n in (4, 4, 6)]
+    _, grads = virtual(model, mesh, batches, 2)
+    close(grads, alone(model, batches))
 
 
 SUMS = [(n, "dp=2, fsdp=2" if i % 2 else "dp=3") for i, n in enumerate(PLAIN)]

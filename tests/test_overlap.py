@@ -344,3 +344,19 @@ def test_gathers_in_another_order_are_found() -> None:
     mesh = right.program.mesh
     problems = check_ranks({0: right, 1: wrong}, mesh, lambda c: c["fsdp"])
     assert problems and "rank 1" in problems[0]
+
+
+def test_gather_that_one_rank_cannot_start_ahead_is_found() -> None:
+    """Both graphs have the same collectives in the same order, which they enter in another."""
+    right, wrong = phases(), phases()
+    graph = wrong.forward.graph
+    second = list(ahead(graph))[1]
+    operand: Any = second.args[0][0]  # type: ignore[index]
+    with graph.inserting_before(second):
+        made = graph.call_function(torch.ops.aten.clone.default, (operand,))
+        made.meta = dict(operand.meta)
+    second.replace_input_with(operand, made)
+    graph.lint()
+    assert second not in ahead(graph)
+    problems = check_ranks({0: right, 1: wrong}, right.program.mesh, lambda c: c["fsdp"])
+    assert problems and "rank 1" in problems[0]

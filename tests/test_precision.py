@@ -20,6 +20,7 @@ import autopar
 from autopar.collectives import collective_of, members_of
 from autopar.errors import InputError
 from autopar.program import shares_memory
+from autopar.promotion import Promotion
 from autopar.verification import Trace, run_eager, run_virtual
 
 __all__ = ["one_thread"]  # the fixture
@@ -39,6 +40,55 @@ def test_float32_on_float64_parameters_is_exact(name: str, mesh: str, zero: int 
     model, inputs = make(name, 5 if "3" in mesh else 4)
     options = {"precision": "fp32", "zero": zero, "steps": 2, "lr": 0.01}
     autopar.verify(model, mesh, inputs, **options).raise_if_failed()
+
+
+NARROW, WIDE = torch.bfloat16, torch.float32
+
+
+def promoted(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    with Promotion():
+        found: Tensor = function(*args, **kwargs)
+    return found
+
+
+def test_products_meet_narrow_and_losses_wide() -> None:
+    """Against casts written out; torch itself refuses each of these."""
+    x, w, b = torch.randn(5, 4, dtype=NARROW), torch.randn(3, 4), torch.randn(3, dtype=NARROW)
+    y, weights, goals = torch.tensor([0, 2, 1, 1, 0]), torch.rand(4), torch.rand(5, 4)
+    cases: list[tuple[Any, tuple[Any, ...], Tensor]] = [
+        (F.linear, (x, w, b), F.linear(x, w.to(NARROW), b)),
+        (torch.matmul, (x, w.T), x @ w.T.to(NARROW)),
+        (F.cross_entropy, (x, y, weights), F.cross_entropy(x.float(), y, weights)),
+        (
+            F.binary_cross_entropy, (x.sigmoid(), goals),
+            F.binary_cross_entropy(x.sigmoid().float(), goals),
+        ),
+    ]  # fmt: skip
+    for function, args, want in cases:
+        with pytest.raises(RuntimeError):
+            function(*args)
+        have = promoted(function, *args)
+        assert have.dtype == want.dtype and torch.equal(have, want), function
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(NARROW, WIDE), (WIDE, torch.float64)])
+def test_norms_keep_the_dtype_of_their_input(narrow: torch.dtype, wide: torch.dtype) -> None:
+    x, weight = torch.randn(6, 4).to(narrow), torch.rand(4).to(narrow)
+    mean, var = torch.zeros(4, dtype=wide), torch.ones(4, dtype=wide)
+    kept = mean.clone(), var.clone()
+    have = promoted(F.batch_norm, x, mean, var, weight, training=True)
+    want = F.batch_norm(x.to(wide), *kept, weight.to(wide), training=True)
+    assert have.dtype == narrow
+    torch.testing.assert_close(have, want.to(narrow))
+    torch.testing.assert_close((mean, var), kept)
+    assert promoted(F.linear, x, x) is not None and mean.dtype == wide
+
+
+def test_one_dtype_is_left_alone() -> None:
+    x, w = torch.randn(2, 3), torch.randn(4, 3)
+    assert torch.equal(promoted(F.linear, x, w), F.linear(x, w))
+    with pytest.raises(RuntimeError):
+        promoted(F.linear, x, w[:, :2])
 
 
 class Mixed(nn.Module):
