@@ -20,7 +20,16 @@ from autopar.arguments import Arguments, Slot
 from autopar.compat import FakeTensorMode, InputKind, OutputKind, pytree, schema_of
 from autopar.errors import CaptureError, InputError
 from autopar.layout import Mesh
-from autopar.program import Input, NodeInfo, Output, Program, State, copied, set_info
+from autopar.program import (
+    Input,
+    NodeInfo,
+    Output,
+    Program,
+    State,
+    copied,
+    graph_module,
+    set_info,
+)
 from autopar.promotion import Promotion
 
 __all__ = ["capture", "empty_like", "skeleton"]
@@ -333,7 +342,7 @@ def _program(
     assert traced.result.spec is not None, "forward has run"
     sizes = [i.shape[0] for i in inputs if i.shape]
     batch = max(set(sizes), key=lambda n: (sizes.count(n), -sizes.index(n))) if sizes else 0
-    gm = fx.GraphModule(nn.Module(), _clean_copy(graph))
+    gm = graph_module(_clean_copy(graph))
     return Program(
         gm,
         mesh,

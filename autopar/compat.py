@@ -12,6 +12,12 @@ from torch.distributed.tensor.placement_types import (  # strided pieces of a fu
     _StridedShard as StridedShard,
 )
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx._lazy_graph_module import (  # writes Python for a graph once it is read or run
+    _LazyGraphModule as LazyGraphModule,
+)
+from torch.fx._lazy_graph_module import (
+    _use_lazy_graph_module as lazy_graph_modules,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree  # the registry that torch.export and libraries share
 from torch.utils._python_dispatch import TorchDispatchMode  # sees each operator as it is called
@@ -20,6 +26,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "InputKind",
+    "LazyGraphModule",
     "OutputKind",
     "StridedShard",
     "TorchDispatchMode",
@@ -27,6 +34,7 @@ __all__ = [
     "disclaim_scaling",
     "foreach",
     "get_proxy_mode",
+    "lazy_graph_modules",
     "local_like",
     "local_of",
     "make_fx",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from autopar.collectives import ops
 from autopar.compiled import Compiled
@@ -20,7 +20,7 @@ from autopar.mistakes import Change, changes, harmless, typed_changes
 from autopar.passes.bucket import Bucket
 from autopar.passes.differentiate import Differentiate
 from autopar.passes.trace import Traces
-from autopar.program import Phases, Program
+from autopar.program import Phases, Program, graph_module
 from autopar.static import reaching
 
 __all__ = ["Mutant", "edited", "mutants"]
@@ -142,4 +142,4 @@ def edited(gm: fx.GraphModule, index: int, change: Change) -> fx.GraphModule | N
     if not change(graph, list(graph.nodes)[index]):
         return None
     graph.lint()
-    return fx.GraphModule(nn.Module(), graph)
+    return graph_module(graph)

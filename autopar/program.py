@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.compat import pytree, schema_of
+from autopar.compat import LazyGraphModule, pytree, schema_of
 from autopar.layout import DATA_AXES, Layout, Mesh
 from autopar.sizes import Size
 
@@ -31,6 +31,7 @@ __all__ = [
     "call_text",
     "copied",
     "differentiable",
+    "graph_module",
     "info",
     "nodes_in",
     "set_info",
@@ -182,7 +183,16 @@ class Program:
     def copy(self) -> Program:
         """A program with its own graph, so a pass can rewrite it."""
         graph, _ = copied(self.graph.graph)
-        return self.replace(graph=fx.GraphModule(self.graph, graph))
+        return self.replace(graph=graph_module(graph, self.graph))
+
+
+def graph_module(graph: fx.Graph, root: fx.GraphModule | None = None) -> fx.GraphModule:
+    """A module of a graph, with the attributes of `root` that it reads.
+
+    Python is written for it at its first run, or when `code` is read: most graphs are only steps
+    from pass to pass.
+    """
+    return LazyGraphModule(torch.nn.Module() if root is None else root, graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autopar.compat import pytree
 from autopar.errors import AutoparError
 from autopar.layout import Layout, replicated
 from autopar.layout import mesh as make_mesh
-from autopar.program import Input, NodeInfo, Output, Program, State, info, set_info
+from autopar.program import (
+    Input,
+    NodeInfo,
+    Output,
+    Program,
+    State,
+    graph_module,
+    info,
+    set_info,
+)
 
 __all__ = ["parse", "show", "written", "written_call"]
 
@@ -226,7 +235,7 @@ class _Parser:
                 self.graph.output(results)
         outputs, mutated = self.tables()
         return Program(
-            fx.GraphModule(nn.Module(), self.graph), self.mesh, self.level, tuple(states),
+            graph_module(self.graph), self.mesh, self.level, tuple(states),
             tuple(inputs), outputs, pytree.tree_structure(None), mutated,
         )  # fmt: skip
 

@@ -11,13 +11,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import fx, nn
+from torch import fx
 
 from autopar.collectives import collective_of, ops
 from autopar.errors import PlanError
 from autopar.layout import MICRO
 from autopar.passes.bucket import Bucket
-from autopar.program import Phases, ancestors, call_text, differentiable, info, shares_memory
+from autopar.program import (
+    Phases,
+    ancestors,
+    call_text,
+    differentiable,
+    graph_module,
+    info,
+    shares_memory,
+)
 from autopar.roll import leaves
 from autopar.schedule import Join, Step
 from autopar.sizes import Size
@@ -196,7 +204,7 @@ class _Split:
         if reductions:
             bucket.reductions(graph)
         names = tuple("" if o is None else o.name for o in outputs)
-        return _Part(fx.GraphModule(nn.Module(), graph), tuple(n.name for n in inputs), names)
+        return _Part(graph_module(graph), tuple(n.name for n in inputs), names)
 
 
 def _join(node: fx.Node) -> Join:

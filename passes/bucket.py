@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.collectives import members_of, ops
-from autopar.program import NodeInfo, Phases, copied, info, set_info
+from autopar.program import NodeInfo, Phases, copied, graph_module, info, set_info
 from autopar.roll import runs
 
 __all__ = ["Bucket"]
@@ -57,8 +57,8 @@ class Bucket:
         self.gathers(backward, states)
         self.reductions(backward)
         return phases.replace(
-            forward=fx.GraphModule(phases.forward, forward),
-            backward=fx.GraphModule(phases.backward, backward),
+            forward=graph_module(forward, phases.forward),
+            backward=graph_module(backward, phases.backward),
         )
 
     def gathers(self, graph: fx.Graph, states: Collection[str]) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autopar.collectives import collective_of, members_of, ops
 from autopar.passes.bucket import Bucket
-from autopar.program import Phases, ancestors
+from autopar.program import Phases, ancestors, graph_module
 
 __all__ = ["Deferred", "constants", "defer"]
 
@@ -114,7 +114,7 @@ class _Cut:
         ]
         self.finish.output(tuple(values))
         Bucket().reductions(self.finish)
-        finish = fx.GraphModule(nn.Module(), self.finish)
+        finish = graph_module(self.finish)
         return Deferred(_ending(self.graph, self.ends), finish, tuple(self.owners))
 
     def value(self, node: fx.Node, user: fx.Node, owner: int) -> fx.Node:
@@ -188,4 +188,4 @@ def _ending(graph: fx.Graph, ends: Sequence[fx.Node]) -> fx.GraphModule:
             mapping[node] = new.node_copy(node, lambda n: mapping[n])
             mapping[node].meta = dict(node.meta)
     new.output(tuple(mapping[n] for n in ends))
-    return fx.GraphModule(nn.Module(), new)
+    return graph_module(new)

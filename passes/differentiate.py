@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autopar.errors import AutoparError
 from autopar.passes.trace import (
@@ -33,6 +33,7 @@ from autopar.program import (
     Program,
     ancestors,
     call_text,
+    graph_module,
     info,
     set_info,
     shares_memory,
@@ -430,4 +431,4 @@ def _extract(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[Any]) ->
         copy(node)
     graph.output(tuple(mapping[o] if isinstance(o, fx.Node) else None for o in outputs))
     graph.eliminate_dead_code()
-    return fx.GraphModule(nn.Module(), graph)
+    return graph_module(graph)

@@ -11,7 +11,16 @@ from torch import Tensor, fx
 
 from autopar.collectives import collective_of, ops
 from autopar.errors import AutoparError
-from autopar.program import Phases, Program, call_text, info, outputs_of, tensor_inputs, update_info
+from autopar.program import (
+    Phases,
+    Program,
+    call_text,
+    graph_module,
+    info,
+    outputs_of,
+    tensor_inputs,
+    update_info,
+)
 from autopar.sizes import Size, Sizes, at_place
 
 __all__ = ["merge", "place", "place_phases"]
@@ -85,15 +94,15 @@ def _unless(node: fx.Node, shapes: Any, sizes: Sizes) -> Size | None:
 
 def place(program: Program, k: int) -> Program:
     """The lowered program with the sizes of the k-th place."""
-    return program.replace(graph=fx.GraphModule(program.graph, _placed(program.graph.graph, k)))
+    return program.replace(graph=graph_module(_placed(program.graph.graph, k), program.graph))
 
 
 def place_phases(phases: Phases, k: int) -> Phases:
     """The differentiated program with the sizes of the k-th place; empty calls give zeros."""
     return phases.replace(
         program=place(phases.program, k),
-        forward=fx.GraphModule(phases.forward, _placed(phases.forward.graph, k)),
-        backward=fx.GraphModule(phases.backward, _placed(phases.backward.graph, k)),
+        forward=graph_module(_placed(phases.forward.graph, k), phases.forward),
+        backward=graph_module(_placed(phases.backward.graph, k), phases.backward),
     )
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autopar.collectives import ops
 from autopar.errors import PlanError
@@ -21,6 +21,7 @@ from autopar.program import (
     NodeInfo,
     Program,
     call_text,
+    graph_module,
     info,
     nodes_in,
     set_info,
@@ -95,7 +96,7 @@ class _Lowering:
         layout_of = {n.name: self.layouts[n] for n in program.placeholders().values()}
         states = tuple(dataclasses.replace(s, layout=layout_of[s.node]) for s in program.states)
         inputs = tuple(dataclasses.replace(i, layout=layout_of[i.node]) for i in program.inputs)
-        gm = fx.GraphModule(nn.Module(), self.graph)
+        gm = graph_module(self.graph)
         return program.replace(
             graph=gm, level="spmd", states=states, inputs=inputs, outputs=outputs
         )
