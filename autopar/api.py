@@ -130,8 +130,8 @@ def parallelize(
         strict: raise for an operation without a rule instead of computing it replicated.
         zero: stage of ZeRO over fsdp, or over dp where there is no fsdp: parameters, gradients and
             optimizer state are cut at rest. 1 and 2 gather the parameters once a step, 3 gathers
-            them where they are used, forward and backward; 0 keeps them whole. By default 3 over
-            fsdp and 0 over dp.
+            them where they are used, forward and backward; 1 scatters gradients once a step, 2 and
+            3 in each microbatch; 0 keeps all whole. By default 3 over fsdp and 0 over dp.
         precision: "bf16", "fp16" or "fp32": parameters and floating inputs are cast to it where
             they are used; parameters are kept, reduced and stepped as the model has them (float32
             masters).

@@ -142,7 +142,7 @@ class Compiled:
         }
         if phase not in graphs:
             raise InputError(f"There is no phase {phase!r}.", expected=", ".join(graphs))
-        return graphs[phase]
+        return fx.GraphModule(graphs[phase], graphs[phase].graph)  # a plain one: tools know it
 
     def text(self, level: str = "spmd", rank: int = 0) -> str:
         """The program of `rank` as text that parses back: level 'annotated' or 'spmd'.
@@ -162,21 +162,21 @@ class Compiled:
         """Placements at rest and the choice of every call, ready for JSON.
 
         `parallelize(model, mesh, plan=...)` takes it back, edited or not. `calls` are those of the
-        captured graph, `inserted` those that passes write in their place; `gathers` tells which
-        states that are cut at rest are gathered once a step, not again for the backward pass.
+        captured graph, `inserted` those that passes write in their place, `zero` the stages of the
+        states that ZeRO cuts at rest.
         """
         program = self.of_any().program
         nodes = self.annotated.graph.graph.nodes
         final = {n.name: info(n).choice for n in nodes if n.op == "call_function"}
         new = {name: c for name, c in final.items() if c and name not in self.decisions}
         held = {n.name: info(n) for n in nodes if n.op == "placeholder"}
-        kept = [s for s in program.states if held[s.node].rest and not held[s.node].again]
+        stages = {s.name: held[s.node].stage for s in program.states}
         return {
             "mesh": dict(program.mesh.sizes),
             "states": {s.name: str(s.layout) for s in program.states},
             "inputs": {i.name: str(i.layout) for i in program.inputs},
             "calls": {name: dict(final.get(name, c)) for name, c in self.decisions.items()},
-            "gathers": {s.name: "once" for s in kept},
+            "zero": {name: stage for name, stage in stages.items() if stage},
             "inserted": {name: dict(c) for name, c in new.items()},
         }
 

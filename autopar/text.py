@@ -103,8 +103,8 @@ def _choice(node: fx.Node) -> str:
     record = info(node)
     text = " ".join(f"{a}={o}" for a, o in record.choice.items())
     rest = f"at rest {record.rest}" if record.rest is not None else ""
-    again = "again" if record.again else ""
-    return "".join(f" · {t}" for t in (text, rest, again) if t)
+    stage = f"zero {record.stage}" if record.stage else ""
+    return "".join(f" · {t}" for t in (text, rest, stage) if t)
 
 
 def _kind(node: fx.Node) -> str:
@@ -215,7 +215,8 @@ class _Parser:
             kept = [Layout.parse(n[8:]) for n in notes if n.startswith("at rest ")]
             choice = dict(w.split("=") for n in notes if "=" in n for w in n.split())
             rest = kept[0] if kept else None
-            set_info(node, NodeInfo((layout,), choice, rest=rest, again="again" in notes))
+            stage = next((int(n[5:]) for n in notes if n.startswith("zero ")), 0)
+            set_info(node, NodeInfo((layout,), choice, rest=rest, stage=stage))
             words = what.split()
             shape = layout.shape
             if words[0] == "input":

@@ -15,7 +15,6 @@ from torch import fx
 from autopar.codegen import executed
 from autopar.compat import foreach, schema_of
 from autopar.elementwise import Arg, Call, Section
-from autopar.program import graph_module
 
 __all__ = ["Update", "as_graph", "as_source", "load_update"]
 
@@ -100,7 +99,7 @@ def as_graph(updates: Sequence[tuple[str, Update]]) -> fx.GraphModule:
     alone = len(updates) == 1
     sections = [_Placed(graph, update, "" if alone else f"{p}_") for p, update in updates]
     graph.output(tuple(v for s in sections for v in s.calls()))
-    return graph_module(graph)
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 class _Placed:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from autopar.collectives import collective_of, ops
@@ -76,6 +77,7 @@ class _Split:
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
         self.graph, self.results, self.gradients, self.tangents = _inlined(phases)
+        self.sum_whole()
         nodes = list(self.graph.nodes)
         self.inputs = [n for n in nodes if n.op == "placeholder"]
         self.joins = [n for n in nodes if _joins(n)]
@@ -86,6 +88,31 @@ class _Split:
             self.note(node)
         again = {n.name for n in phases.program.graph.graph.nodes if info(n).again}
         self.inline = {n for n in nodes if info(n).again or info(n).origin in again}  # not held
+
+    def sum_whole(self) -> None:
+        """Scatter the sum over microbatches of a gradient, for states in stage 1 of ZeRO."""
+        nodes, states = self.phases.program.placeholders(), self.phases.program.states
+        first = {s.name for s in states if info(nodes[s.node]).stage == 1}
+        for i, name in enumerate(self.phases.gradients):
+            node: Any = self.gradients[i] if name in first else None
+            while node is not None and collective_of(node) is not None and not _joins(node):
+                node = node.args[0]
+            if node is None or not _joins(node) or not _scattered(node.args[0]):
+                continue
+            with self.graph.inserting_before(node):
+                total = self.joined(node.args[0], node)
+            node.replace_all_uses_with(total)
+            self.gradients[i] = total if self.gradients[i] is node else self.gradients[i]
+
+    def joined(self, value: Any, join: fx.Node) -> fx.Node:
+        """`join` of a value, made before the scatters in it: all of these are linear."""
+        if _scattered(value):
+            operands = {n: self.joined(n, join) for n in value.all_input_nodes}
+            new = self.graph.node_copy(value, lambda n: operands[n])
+        else:
+            new = self.graph.create_node(join.op, join.target, (value, *join.args[1:]))
+        new.meta = dict(value.meta)
+        return new
 
     def note(self, node: fx.Node) -> None:
         """Whether a value differs between microbatches, and which joins over them it needs."""
@@ -218,6 +245,13 @@ def _join(node: fx.Node) -> Join:
 def _joins(node: fx.Node) -> bool:
     """Whether a call joins what microbatches give, so that the result is the same for all."""
     return node.target in _JOINS and node.args[1] == MICRO
+
+
+def _scattered(node: fx.Node) -> bool:
+    """Whether a value is what a rank has of a scattered sum, or a sum of such values."""
+    if node.target is torch.ops.aten.add.Tensor and len(node.all_input_nodes) == 2:
+        return any(map(_scattered, node.all_input_nodes))
+    return node.target is ops.reduce_scatter.default
 
 
 def _many(node: fx.Node) -> bool:

@@ -87,6 +87,7 @@ class _Lowering:
             if node.op == "placeholder":
                 new = self.graph.placeholder(node.name)
                 self.finish(node, new, self.made(node, 0), node)
+                update_info(new, stage=info(node).stage)
             elif node.target is operator.getitem:
                 self.result(node)
             elif node.op == "call_function" and not is_cast_state(node):
@@ -426,7 +427,7 @@ class _Lowering:
         if key not in self.steps:
             new = self.graph.call_function(target, (node, *args), dict(kwargs))
             self.describe(new, result, value)
-            if info(value).again and target in _GATHERS and args[0] in self.stored_over(value):
+            if info(value).stage == 3 and target in _GATHERS and args[0] in self.stored_over(value):
                 update_info(new, again=True)
             self.steps[key] = new
         return self.steps[key]

