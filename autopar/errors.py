@@ -12,6 +12,7 @@ __all__ = [
     "PlanError",
     "RankError",
     "RuleError",
+    "ScheduleError",
     "VerificationError",
 ]
 
@@ -52,6 +53,10 @@ class RuleError(AutoparError):
 
 class PlanError(AutoparError):
     """A plan, pin or strategy cannot be applied to this program."""
+
+
+class ScheduleError(AutoparError):
+    """A pipeline schedule is malformed, or could stall or give a wrong result."""
 
 
 class InputError(AutoparError):

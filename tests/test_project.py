@@ -23,8 +23,8 @@ ORDER = [
     {"collectives", "rules", "text"},
     {"arguments", "overlap", "promotion", "roll"},
     {"cost", "check", "expression", "memory", "mistakes", "source", "static"},
-    {"schedule"},
-    {"capture", "passes", "strategies", "simulate"},
+    {"schedule", "pipeline"},
+    {"capture", "passes", "strategies"},
     {"loop"},
     {"writer"},
     {"codegen"},
@@ -43,7 +43,7 @@ ORDER = [
     {"__main__", "__init__"},
 ]
 ANYWHERE = {"compat"}  # may be imported by all, imports nothing of autopar
-INWARD = {"rules", "passes", "strategies", "runtime"}
+INWARD = {"pipeline", "rules", "passes", "strategies", "runtime"}
 RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
 RUNTIME_USERS = {
     "batch",

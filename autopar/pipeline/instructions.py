@@ -1,0 +1,232 @@
+"""A pipeline schedule: for each rank a list of instructions, and its text form.
+
+The compute instructions are named as torch's own schedules name them: F is the forward of a stage
+for a microbatch, B its whole backward, I the part of it that gives the gradient of the stage's
+input, W the part that gives those of its weights. So the tables of `torch.distributed.pipelining`
+are read as they are. (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", call I and W B and W.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import ScheduleError
+
+__all__ = ["BACKWARD", "COMPUTE", "Instruction", "Schedule", "chain", "grid", "parse"]
+
+COMPUTE = ("F", "B", "I", "W")
+BACKWARD = ("B", "I")  # what gives the gradient that earlier stages wait for
+_MOVES = {"SEND_F": ">", "RECV_F": "<", "SEND_B": ">", "RECV_B": "<"}
+_FORM = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(?:(\d+)(?:[<>](\d+))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What a rank does next.
+
+    Args:
+        kind: "F", "B", "I" or "W"; "SEND_F", "RECV_F" of values and "SEND_B", "RECV_B" of their
+            gradients; "REDUCE" of the gradients of a stage's parameters.
+        stage: the stage that it belongs to.
+        microbatch: its number, -1 of REDUCE.
+        peer: of a send the stage that receives, of a receive the one that sends; -1 of others.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int = -1
+    peer: int = -1
+
+    def __str__(self) -> str:
+        number = "" if self.microbatch < 0 else str(self.microbatch)
+        peer = "" if self.peer < 0 else f"{_MOVES[self.kind]}{self.peer}"
+        return f"{self.stage}{self.kind}{number}{peer}"
+
+    @property
+    def moves(self) -> bool:
+        """Whether it sends or receives."""
+        return self.kind in _MOVES
+
+    @property
+    def sends(self) -> bool:
+        """Whether it sends."""
+        return self.kind.startswith("SEND")
+
+    @property
+    def message(self) -> tuple[str, int, int, int]:
+        """(direction, from stage, to stage, microbatch) of what it sends or receives."""
+        ends = (self.stage, self.peer) if self.sends else (self.peer, self.stage)
+        return (self.kind[-1], *ends, self.microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Instructions of all ranks of a pipeline.
+
+    Args:
+        name: of the order, for reports.
+        owners: the rank of each stage.
+        microbatches: their number.
+        ranks: the instructions of each rank, in order.
+        edges: (from, to) stages where a value goes from one to a later one; skip connections and
+            what every stage uses are edges as well.
+        returning: the edges along which gradients come back; a mask has none.
+        training: whether there is a backward pass.
+    """
+
+    name: str
+    owners: tuple[int, ...]
+    microbatches: int
+    ranks: tuple[tuple[Instruction, ...], ...]
+    edges: tuple[tuple[int, int], ...]
+    returning: tuple[tuple[int, int], ...]
+    training: bool = True
+
+    def __str__(self) -> str:
+        """One line for each rank; `parse` reads it back."""
+        return "\n".join(", ".join(map(str, rank)) for rank in self.ranks)
+
+    @property
+    def computed(self) -> Schedule:
+        """The schedule without sends, receives and reductions."""
+        kept = (tuple(i for i in rank if i.kind in COMPUTE) for rank in self.ranks)
+        return dataclasses.replace(self, ranks=tuple(kept))
+
+    @property
+    def inference(self) -> Schedule:
+        """Its forwards alone, without sends."""
+        ranks = tuple(tuple(i for i in rank if i.kind == "F") for rank in self.ranks)
+        return dataclasses.replace(self, ranks=ranks, training=False)
+
+    def takers(self, instruction: Instruction) -> list[int]:
+        """Stages that take what an instruction computes: later ones values, earlier gradients."""
+        if instruction.kind == "F":
+            return [b for a, b in self.edges if a == instruction.stage]
+        back = instruction.kind in BACKWARD
+        return [a for a, b in self.returning if b == instruction.stage] if back else []
+
+    def needs(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+        """("F" or "B", stage) of what an instruction waits for, of its own microbatch.
+
+        "B" stands for the gradients that a stage gives to earlier ones, by B or I.
+        """
+        stage = instruction.stage
+        if instruction.kind == "F":
+            yield from (("F", a) for a, b in self.edges if b == stage)
+        elif instruction.kind in BACKWARD:
+            yield "F", stage
+            yield from (("B", b) for a, b in self.returning if a == stage)
+        elif instruction.kind == "W":
+            yield "B", stage
+
+
+def chain(stages: int) -> tuple[tuple[int, int], ...]:
+    """Edges of stages that each pass values to the next alone."""
+    return tuple((s, s + 1) for s in range(stages - 1))
+
+
+def parse(
+    source: str | Path,
+    *,
+    edges: Iterable[tuple[int, int]] | None = None,
+    returning: Iterable[tuple[int, int]] | None = None,
+    name: str = "",
+) -> Schedule:
+    """A schedule from text or a CSV file: a line for each rank, a cell for each instruction.
+
+    Empty cells are idle time and mean nothing; `#` begins a comment. Tables of
+    `torch.distributed.pipelining` ("0F0,0F1,,0B0") are of this form. What is computed is enough:
+    sends, receives and reductions may be left out, all together.
+
+    Args:
+        source: the text, or the path of a file with it.
+        edges: see `Schedule`; by default each stage passes values to the next alone.
+        returning: see `Schedule`; by default all edges.
+        name: for reports; by default the name of the file, or "own".
+
+    Raises:
+        ScheduleError: a cell is no instruction, a stage stands on two ranks, or one is missing.
+    """
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    name = name or (source.stem if isinstance(source, Path) else "own")
+    lines = [line.split("#")[0] for line in text.splitlines()]
+    ranks = [_read(line, r) for r, line in enumerate(line for line in lines if line.strip())]
+    owners: dict[int, int] = {}
+    for r, rank in enumerate(ranks):
+        for i in rank:
+            if owners.setdefault(i.stage, r) != r:
+                raise ScheduleError(
+                    f"Stage {i.stage} stands on rank {owners[i.stage]} and on rank {r}.",
+                    where=f"{i} of rank {r}",
+                    expected="all instructions of a stage on one rank",
+                )
+    absent = set(range(max(owners, default=0) + 1)) - set(owners)
+    if absent:
+        raise ScheduleError(
+            f"Stage {min(absent)} does nothing.",
+            where=f"schedule {name!r}",
+            expected=f"instructions of all stages, 0 to {max(owners, default=0)}",
+        )
+    kinds = {i.kind for rank in ranks for i in rank}
+    along = tuple(edges) if edges is not None else chain(len(owners))
+    return Schedule(
+        name,
+        tuple(owners[s] for s in range(len(owners))),
+        1 + max((i.microbatch for rank in ranks for i in rank), default=-1),
+        tuple(map(tuple, ranks)),
+        along,
+        tuple(returning) if returning is not None else along,
+        not kinds.isdisjoint(("B", "I", "W")),
+    )
+
+
+def _read(line: str, rank: int) -> list[Instruction]:
+    found = []
+    for column, cell in enumerate(c.strip() for c in line.split(",")):
+        match = _FORM.fullmatch(cell)
+        if not cell:
+            continue
+        stage, kind, microbatch, peer = match.groups() if match else ("", "", None, None)
+        move = kind in _MOVES
+        if not match or (microbatch is None) != (kind == "REDUCE") or (peer is None) == move:
+            raise ScheduleError(
+                f"{cell!r} is no instruction.",
+                where=f"rank {rank}, cell {column + 1}",
+                expected="stage, kind and microbatch, as 0F3, 0B3, 0I3 or 0W3; 0SEND_F3>1, "
+                "1RECV_F3<0, 1SEND_B3>0, 0RECV_B3<1; or 0REDUCE",
+            )
+        numbers = (-1 if n is None else int(n) for n in (microbatch, peer))
+        found.append(Instruction(kind, int(stage), *numbers))
+    return found
+
+
+def grid(ranks: Sequence[Sequence[Instruction]], marked: Iterable[tuple[int, int]] = ()) -> str:
+    """The instructions of all ranks as a table; those at (rank, position) stand in > <.
+
+    Of long lists only the neighbourhood of the marks is shown.
+    """
+    marks = set(marked)
+    longest = max(map(len, ranks), default=0)
+    first = max(0, min((p for _, p in marks), default=0) - 3)
+    last = min(longest, max((p for _, p in marks), default=longest) + 4, first + 14)
+    cells = [
+        [_cell(rank, p, (r, p) in marks) for p in range(first, last)]
+        for r, rank in enumerate(ranks)
+    ]
+    widths = [max(len(row[c]) for row in cells) for c in range(last - first)]
+    lines = []
+    for r, row in enumerate(cells):
+        text = " ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        more = " ..." if len(ranks[r]) > last else ""
+        lines.append(f"rank {r}: {'... ' if first else ''}{text}{more}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(rank: Sequence[Instruction], position: int, marked: bool) -> str:
+    if position >= len(rank):
+        return ">end<" if marked else ""
+    return f">{rank[position]}<" if marked else f" {rank[position]} "
