@@ -208,8 +208,10 @@ def test_pieces_of_microbatches_stand_within_the_elements_before_them() -> None:
     assert [step.at(k).counted[0].outer for k in (0, 1)] == [2, 1]
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "fp32"}, {"remat": "full"}])
-@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2, fsdp=2", "fsdp=3, tp=2"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("fsdp=2", {}), ("dp=2, fsdp=2", {"precision": "fp32"}), ("fsdp=3, tp=2", {"remat": "full"})],
+)
 def test_first_stage_of_zero_scatters_once(mesh: str, options: dict[str, Any]) -> None:
     """The bytes of one step without microbatches; from stage 2 on each scatters its own."""
     model, inputs = make("gpt", 24)

@@ -114,10 +114,13 @@ ODD: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "tp=4", {"vocab_size": 517, "n_head": 6, "n_embd": 36}),
     ("gpt", "tp=4", {"vocab": 517, "heads": 6, "width": 42}),
     ("bert", "tp=4", {"num_attention_heads": 6, "hidden_size": 30, "intermediate_size": 50}),
-    ("t5", "tp=2", {"num_heads": 3, "d_ff": 50, "vocab_size": 517, "num_layers": 1}),
+    ("t5", "tp=2", {"num_heads": 3, "d_ff": 50, "vocab_size": 517}),
     ("vit", "tp=4", {"num_attention_heads": 6, "hidden_size": 30, "num_labels": 7}),
     ("resnet", "dp=2, tp=4", {"embedding_size": 6, "hidden_sizes": [6, 10], "num_labels": 7}),
 ]
+
+
+DEPTH = {"gpt": "layers", "gpt2": "n_layer", "t5": "num_layers", "resnet": ""}  # or as most do
 
 
 @pytest.mark.parametrize("plan", ["sequence", "latency-free"])
@@ -125,7 +128,8 @@ ODD: list[tuple[str, str, dict[str, Any]]] = [
 def test_sizes_that_do_not_divide_are_exact(
     name: str, mesh: str, sizes: dict[str, Any], plan: str
 ) -> None:
-    equal(*make(name, rows(mesh), **sizes), mesh, plan)
+    depth = DEPTH.get(name, "num_hidden_layers")
+    equal(*make(name, rows(mesh), **sizes, **({depth: 1} if depth else {})), mesh, plan)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +148,25 @@ def test_loss_options_are_exact(changes: dict[str, Any], mesh: str, plan: str) -
 DROPOUT: dict[str, dict[str, Any]] = {
     "gpt": {"dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "bert": {
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "num_hidden_layers": 1,
+    },
     "t5": {"dropout_rate": 0.1, "num_layers": 1},
     "encoder": {"dropout": 0.1},
 }
 
 
 @pytest.mark.parametrize(
-    ("mesh", "plan"),
+    ("name", "mesh", "plan"),
     [
-        ("dp=3", "sequence"),
-        ("tp=2", "sequence"),
-        ("dp=2, tp=2", "replicated"),
-        ("dp=2, tp=2", "latency-free"),
+        *((n, "dp=3", "sequence") for n in DROPOUT),
+        *((n, "tp=2", "sequence") for n in DROPOUT),
+        *((n, "dp=2, tp=2", "replicated") for n in DROPOUT),
+        ("gpt", "dp=2, tp=2", "latency-free"),
     ],
 )
-@pytest.mark.parametrize("name", DROPOUT)
 def test_dropout_is_that_of_one_rank(name: str, mesh: str, plan: str) -> None:
     equal(*make(name, rows(mesh), **DROPOUT[name]), mesh, plan)
 

@@ -67,9 +67,18 @@ def test_blocks_are_repeated_one_at_a_time() -> None:
     assert peaks[8] - peaks[6] <= 2 * 1.1 * one + gradients
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2, tp=2", "fsdp=2"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt", "dp=2, tp=2"),
+        ("gpt", "fsdp=2"),
+        ("llama", "dp=2, tp=2"),
+        ("vit", "fsdp=2"),
+        ("resnet", "dp=1"),
+        ("resnet", "dp=2, tp=2"),
+    ],
+)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "vit", "resnet"])
 def test_predicted_peak_is_the_measured_one(name: str, remat: str, mesh: str) -> None:
     """A meter of every tensor that the generated code makes; on the mesh of size 1, on the CPU."""
     model, inputs = make(name)
