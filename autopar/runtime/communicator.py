@@ -206,13 +206,14 @@ class Communicator:
             for c in range(self._sizes[axis])
         ]
         call = self._bucket_call("all_gather_bucket", xs, axis, cuts)
-        flat = torch.cat([x.detach().reshape(-1) for x in xs])
+        parts = [x.detach().reshape(-1) for x in xs]
         counts = [sum(row) for row in lengths]
-        pending = self.transport.start_gather(flat, counts, call) if sum(counts) else None
+        pending = self.transport.start_gather(parts, counts, call) if sum(counts) else None
+        empty = parts[0]
         shapes = [resized(x, dim, 0) for x, (dim, _, _) in zip(xs, cuts, strict=True)]
 
         def finish() -> list[Tensor]:
-            whole = flat if pending is None else pending.wait()
+            whole = empty if pending is None else pending.wait()
             runs = zip(torch.split(whole, counts), lengths, strict=True)
             rows = [torch.split(run, row) for run, row in runs]
             return [
@@ -246,7 +247,7 @@ class Communicator:
         if rest * sum(sizes) == 0:
             return x.new_empty(resized(x, dim, outer * sum(sizes)))
         counts = [rest * s for s in sizes]
-        flat = self.transport.start_gather(x.detach().reshape(-1), counts, call).wait()
+        flat = self.transport.start_gather([x.detach().reshape(-1)], counts, call).wait()
         return join(flat, resized(x, dim, 0), dim, outer, sizes)
 
     def cut(

@@ -60,8 +60,8 @@ class Transport(Protocol):
     def start_reduce(self, buffer: Tensor, op: str, call: Call) -> Pending:
         """Replace the contiguous `buffer` by its reduction over the axis once waited for."""
 
-    def start_gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> Pending:
-        """Concatenate the 1-D `flat` of all ranks."""
+    def start_gather(self, parts: Sequence[Tensor], counts: Sequence[int], call: Call) -> Pending:
+        """Concatenate the 1-D `parts` of all ranks, rank after rank; they are read at once."""
 
     def start_scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> Pending:
         """Sum the 1-D `flat` over the axis and keep this rank's run of `counts`."""

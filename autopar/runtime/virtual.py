@@ -244,7 +244,8 @@ class _Threads:
 
         return self._meet(call, buffer, combine)
 
-    def start_gather(self, flat: Tensor, counts: Sequence[int], call: Call) -> _Done:
+    def start_gather(self, parts: Sequence[Tensor], counts: Sequence[int], call: Call) -> _Done:
+        flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return self._meet(call, flat, lambda xs: [torch.cat(xs) for _ in xs])
 
     def start_scatter(self, flat: Tensor, counts: Sequence[int], call: Call) -> _Done:
