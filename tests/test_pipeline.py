@@ -317,13 +317,38 @@ def test_tables_of_torch_are_read(tmp_path: Path) -> None:
         ("0F0, 0SEND_F0", ["'0SEND_F0' is no instruction"]),
         ("0F0, 0REDUCE1", ["no instruction"]),
         ("0F0\n0B0", ["Stage 0 stands on rank 0 and on rank 1", "0B0 of rank 1"]),
-        ("0F0\n2F0", ["Stage 1 does nothing"]),
+        ("0F0\n2F0", ["There is no stage 1", "schedule 'own'"]),
+        ("0F0\n99999999F0", ["There is no stage 1"]),
+        ("0F0, 0F99999999", ["There is no microbatch 1"]),
+        ("\n # nothing\n", ["There is no stage 0"]),
     ],
 )
 def test_text_that_is_no_schedule_is_refused(text: str, words: list[str]) -> None:
     with pytest.raises(ScheduleError) as error:
         parse(text)
     assert not [w for w in words if w not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("edges", "returning", "words"),
+    [
+        ([(1, 0)], None, "No values can go from stage 1 to stage 0"),
+        ([(0, 0)], None, "from stage 0 to stage 0"),
+        ([(0, 1), (1, 5)], None, "stages 0 to 2"),
+        ([(0, 1), (0, 1)], None, "or they do already"),
+        ([(0, 1), (1, 2)], [(0, 2)], "return from stage 2 to stage 0"),
+    ],
+)
+def test_edges_that_are_none_are_refused(edges: Any, returning: Any, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words.replace("(", r"\(")):
+        parse("0F0, 0B0\n1F0, 1B0\n2F0, 2B0", edges=edges, returning=returning)
+
+
+@pytest.mark.parametrize("costs", [{"forward_s": [1.0, 2.0]}, {"weight_s": -1.0}])
+def test_costs_that_are_none_are_refused(costs: Any) -> None:
+    with pytest.raises(ScheduleError, match=f"{next(iter(costs))} cannot be"):
+        simulate(order("1f1b", 4, 4), Costs(**costs))
+    assert simulate(order("1f1b", 2, 2), Costs(0, 0, 0)).bubble_rate == 0
 
 
 def test_a_broken_schedule_is_drawn_with_the_step_marked() -> None:

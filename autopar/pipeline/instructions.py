@@ -76,6 +76,10 @@ class Schedule:
             what every stage uses are edges as well.
         returning: the edges along which gradients come back; a mask has none.
         training: whether there is a backward pass.
+
+    Raises:
+        ScheduleError: an edge does not lead from a stage to a later one, stands twice, or is
+            returned along without being one.
     """
 
     name: str
@@ -85,6 +89,24 @@ class Schedule:
     edges: tuple[tuple[int, int], ...]
     returning: tuple[tuple[int, int], ...]
     training: bool = True
+
+    def __post_init__(self) -> None:
+        for what, edges in (("edges", self.edges), ("returning", self.returning)):
+            for i, (a, b) in enumerate(edges):
+                if not 0 <= a < b < len(self.owners) or (a, b) in edges[:i]:
+                    raise ScheduleError(
+                        f"No values can go from stage {a} to stage {b}, or they do already.",
+                        where=f"{what} of schedule {self.name!r}",
+                        expected=f"each pair once, of stages 0 to {len(self.owners) - 1}, the "
+                        "first less than the second",
+                    )
+        for a, b in self.returning:
+            if (a, b) not in self.edges:
+                raise ScheduleError(
+                    f"Gradients cannot return from stage {b} to stage {a}: no values go there.",
+                    where=f"returning of schedule {self.name!r}",
+                    expected="some of the edges",
+                )
 
     def __str__(self) -> str:
         """One line for each rank; `parse` reads it back."""
@@ -149,7 +171,9 @@ def parse(
         name: for reports; by default the name of the file, or "own".
 
     Raises:
-        ScheduleError: a cell is no instruction, a stage stands on two ranks, or one is missing.
+        ScheduleError: a cell is no instruction, a stage stands on two ranks, a stage or microbatch
+            is missing, or an edge is none.
+        OSError: the file cannot be read.
     """
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     name = name or (source.stem if isinstance(source, Path) else "own")
@@ -164,19 +188,21 @@ def parse(
                     where=f"{i} of rank {r}",
                     expected="all instructions of a stage on one rank",
                 )
-    absent = set(range(max(owners, default=0) + 1)) - set(owners)
-    if absent:
-        raise ScheduleError(
-            f"Stage {min(absent)} does nothing.",
-            where=f"schedule {name!r}",
-            expected=f"instructions of all stages, 0 to {max(owners, default=0)}",
-        )
+    numbers = {i.microbatch for rank in ranks for i in rank if i.kind in COMPUTE}
+    for what, found in (("stage", sorted(owners)), ("microbatch", sorted(numbers))):
+        absent = next((i for i, n in enumerate(found) if i != n), None)
+        if absent is not None or not found:
+            raise ScheduleError(
+                f"There is no {what} {absent or 0}.",
+                where=f"schedule {name!r}",
+                expected=f"instructions of each {what}, from 0 on without gaps",
+            )
     kinds = {i.kind for rank in ranks for i in rank}
     along = tuple(edges) if edges is not None else chain(len(owners))
     return Schedule(
         name,
         tuple(owners[s] for s in range(len(owners))),
-        1 + max((i.microbatch for rank in ranks for i in rank), default=-1),
+        len(numbers),
         tuple(map(tuple, ranks)),
         along,
         tuple(returning) if returning is not None else along,

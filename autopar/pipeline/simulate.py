@@ -101,7 +101,7 @@ class Timeline:
     def bubble_rate(self) -> float:
         """The part of the time of a step in which ranks are idle, over all ranks."""
         busy = sum(s.end_s - s.start_s for s in self.spans)
-        return 1 - busy / (self.step_s * self.ranks) if self.spans else 0.0
+        return 1 - busy / (self.step_s * self.ranks) if self.step_s else 0.0
 
     def trace(self) -> str:
         """JSON for `chrome://tracing` and Perfetto: a process for each rank, times in µs."""
@@ -128,9 +128,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs: in seconds and bytes; by default F, I and W take 1 each and transfers nothing.
 
     Raises:
-        ScheduleError: the ranks wait for each other forever.
+        ScheduleError: the ranks wait for each other forever, or the costs are not of its stages.
     """
     costs = costs if costs is not None else Costs()
+    for field in dataclasses.fields(costs):
+        value, stages = getattr(costs, field.name), len(schedule.owners)
+        given = value if isinstance(value, Sequence) else [value]
+        if len(given) != stages and given is value or min(given, default=0) < 0:
+            raise ScheduleError(
+                f"{field.name} cannot be {value}.",
+                expected=f"a number from 0 on, or one for each of the {stages} stages",
+            )
     run = _Run(schedule, costs)
     positions = [0] * len(schedule.ranks)
     moved = True
