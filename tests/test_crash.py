@@ -82,6 +82,11 @@ class Run:
         while self.pipes:
             self.listen(time.monotonic() + 5)
 
+    @property
+    def heard(self) -> int:
+        """How many messages have come."""
+        return sum(map(len, self.told))
+
     def of(self, kind: str) -> list[Any]:
         return [message[1:] for told in self.told for message in told if message[0] == kind]
 
@@ -103,8 +108,10 @@ def test_no_completed_save_is_lost(forks: Any, tmp_path: Path) -> None:
             if mine:
                 process = run.ranks[victim]
                 run.listen(time.monotonic() + 60, lambda dead=process: not dead.is_alive())
-            else:
-                run.listen(time.monotonic() + dice.uniform(0, 0.2))
+            else:  # by what the ranks have told, as machines differ in speed
+                start, heard = time.monotonic(), run.heard + dice.randint(2, 25)
+                run.listen(start + 60, lambda run=run, heard=heard: run.heard >= heard)
+                run.listen(time.monotonic() + dice.uniform(0, (time.monotonic() - start) / 2))
                 run.ranks[victim].kill()
             run.ranks[victim].join(5)
             assert run.ranks[victim].exitcode == -9, (mesh, mine, run.told[victim][-3:])
