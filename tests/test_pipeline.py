@@ -145,6 +145,12 @@ def test_orders_are_those_of_torch(name: str) -> None:
                 flat, mine = ([a[:2] for a in names] for names in (flat, mine))
             assert mine == flat
             compared += 1
+        if virtual > 1:  # its own table, with overlaps, reductions and idle time, is read, too
+            table = "\n".join(
+                ",".join("" if a is None else str(a) for a in theirs.pipeline_order[rank])
+                for rank in range(ranks)
+            )
+            assert parse(table, name=own.name).computed == own
     assert compared > 30
 
 
@@ -344,11 +350,40 @@ def test_edges_that_are_none_are_refused(edges: Any, returning: Any, words: str)
         parse("0F0, 0B0\n1F0, 1B0\n2F0, 2B0", edges=edges, returning=returning)
 
 
-@pytest.mark.parametrize("costs", [{"forward_s": [1.0, 2.0]}, {"weight_s": -1.0}])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"forward_s": [1.0, 2.0]},
+        {"weight_s": -1.0},
+        {"transfer_s": [0.0] * 4},
+        {"input_s": float("nan")},
+    ],
+)
 def test_costs_that_are_none_are_refused(costs: Any) -> None:
     with pytest.raises(ScheduleError, match=f"{next(iter(costs))} cannot be"):
         simulate(order("1f1b", 4, 4), Costs(**costs))
     assert simulate(order("1f1b", 2, 2), Costs(0, 0, 0)).bubble_rate == 0
+
+
+def test_what_is_missing_is_marked_and_named() -> None:
+    with pytest.raises(ScheduleError, match="0REDUCE is missing") as error:
+        check_schedule(parse("0F0, 0B0"))
+    assert ">end<" in str(error.value)
+    with pytest.raises(ScheduleError, match="or for what is missing") as error:
+        communicate(parse("0F0, 0B0, 0B1\n1F0, 1F1, 1B0, 1B1"))
+    assert "0F1 for 1F1" in str(error.value) and ">1F1<" in str(error.value)
+    pairs: Any = [[0, 1]]  # as JSON has them
+    idle = parse("0F0, 0B0\n,\n1F0, 1B0", edges=pairs)
+    assert parse(str(idle)) == idle and idle.owners == (0, 2)
+    forward = simulate(communicate(order("gpipe", 2, 8).inference))
+    assert forward.peak_bytes == (
+        0,
+        0,
+    ) and forward.in_flight == (0, 0)
+    more = Instruction("B", 7, 0)
+    wrong = dataclasses.replace(idle, ranks=((*idle.ranks[0], more), *idle.ranks[1:]))
+    with pytest.raises(ScheduleError):
+        check_schedule(wrong)
 
 
 def test_a_broken_schedule_is_drawn_with_the_step_marked() -> None:

@@ -2,8 +2,8 @@
 
 The compute instructions are named as torch's own schedules name them: F is the forward of a stage
 for a microbatch, B its whole backward, I the part of it that gives the gradient of the stage's
-input, W the part that gives those of its weights. So the tables of `torch.distributed.pipelining`
-are read as they are. (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", call I and W B and W.)
+input, W the part that gives those of its weights. (Qi et al. 2024, "Zero Bubble Pipeline
+Parallelism", call I and W B and W.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["BACKWARD", "COMPUTE", "Instruction", "Schedule", "chain", "grid", "p
 COMPUTE = ("F", "B", "I", "W")
 BACKWARD = ("B", "I")  # what gives the gradient that earlier stages wait for
 _MOVES = {"SEND_F": ">", "RECV_F": "<", "SEND_B": ">", "RECV_B": "<"}
-_FORM = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE)(?:(\d+)(?:[<>](\d+))?)?")
+_KINDS = "F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE"
+_FORM = re.compile(rf"(\d{{1,9}})({_KINDS})(?:(\d{{1,9}})(?:[<>](\d{{1,9}}))?)?")
+_BESIDE = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch's word for two that run at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Instruction:
 
     def __str__(self) -> str:
         number = "" if self.microbatch < 0 else str(self.microbatch)
-        peer = "" if self.peer < 0 else f"{_MOVES[self.kind]}{self.peer}"
+        peer = "" if self.peer < 0 else f"{_MOVES.get(self.kind, '?')}{self.peer}"
         return f"{self.stage}{self.kind}{number}{peer}"
 
     @property
@@ -109,8 +111,8 @@ class Schedule:
                 )
 
     def __str__(self) -> str:
-        """One line for each rank; `parse` reads it back."""
-        return "\n".join(", ".join(map(str, rank)) for rank in self.ranks)
+        """One line for each rank; `parse` reads it back, given the edges."""
+        return "\n".join(", ".join(map(str, rank)) or "," for rank in self.ranks)
 
     @property
     def computed(self) -> Schedule:
@@ -160,8 +162,9 @@ def parse(
 ) -> Schedule:
     """A schedule from text or a CSV file: a line for each rank, a cell for each instruction.
 
-    Empty cells are idle time and mean nothing; `#` begins a comment. Tables of
-    `torch.distributed.pipelining` ("0F0,0F1,,0B0") are of this form. What is computed is enough:
+    Empty cells are idle time and mean nothing; `#` begins a comment. Tables of what the
+    schedules of `torch.distributed.pipelining` with several stages a rank compute ("0F0,0F1,,0B0")
+    are of this form. What is computed is enough:
     sends, receives and reductions may be left out, all together.
 
     Args:
@@ -175,7 +178,7 @@ def parse(
             is missing, or an edge is none.
         OSError: the file cannot be read.
     """
-    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    text = source.read_text(encoding="utf-8-sig") if isinstance(source, Path) else source
     name = name or (source.stem if isinstance(source, Path) else "own")
     lines = [line.split("#")[0] for line in text.splitlines()]
     ranks = [_read(line, r) for r, line in enumerate(line for line in lines if line.strip())]
@@ -198,20 +201,21 @@ def parse(
                 expected=f"instructions of each {what}, from 0 on without gaps",
             )
     kinds = {i.kind for rank in ranks for i in rank}
-    along = tuple(edges) if edges is not None else chain(len(owners))
+    along = tuple((a, b) for a, b in edges) if edges is not None else chain(len(owners))
     return Schedule(
         name,
         tuple(owners[s] for s in range(len(owners))),
         len(numbers),
         tuple(map(tuple, ranks)),
         along,
-        tuple(returning) if returning is not None else along,
+        tuple((a, b) for a, b in returning) if returning is not None else along,
         not kinds.isdisjoint(("B", "I", "W")),
     )
 
 
 def _read(line: str, rank: int) -> list[Instruction]:
     found = []
+    line = _BESIDE.sub(lambda m: m[1].replace(";", ","), line).replace("REDUCE_GRAD", "REDUCE")
     for column, cell in enumerate(c.strip() for c in line.split(",")):
         match = _FORM.fullmatch(cell)
         if not cell:
@@ -231,23 +235,19 @@ def _read(line: str, rank: int) -> list[Instruction]:
 
 
 def grid(ranks: Sequence[Sequence[Instruction]], marked: Iterable[tuple[int, int]] = ()) -> str:
-    """The instructions of all ranks as a table; those at (rank, position) stand in > <.
+    """The instructions of all ranks, a line each; those at (rank, position) stand in > <.
 
-    Of long lists only the neighbourhood of the marks is shown.
+    Of a long list the neighbourhood of its first mark is shown.
     """
-    marks = set(marked)
-    longest = max(map(len, ranks), default=0)
-    first = max(0, min((p for _, p in marks), default=0) - 3)
-    last = min(longest, max((p for _, p in marks), default=longest) + 4, first + 14)
-    cells = [
-        [_cell(rank, p, (r, p) in marks) for p in range(first, last)]
-        for r, rank in enumerate(ranks)
-    ]
-    widths = [max(len(row[c]) for row in cells) for c in range(last - first)]
+    marks = sorted(set(marked), key=lambda m: m[1])
     lines = []
-    for r, row in enumerate(cells):
-        text = " ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        more = " ..." if len(ranks[r]) > last else ""
+    for r, rank in enumerate(ranks):
+        own = [p for q, p in marks if q == r] or [p for _, p in marks] or [0]
+        first = min(max(0, own[0] - 4), max(0, len(rank) - 4))
+        last = first + 12
+        shown = range(first, min(last, len(rank) + ((r, len(rank)) in marks)))
+        text = " ".join(_cell(rank, p, (r, p) in marks) for p in shown)
+        more = " ..." if len(rank) > last else ""
         lines.append(f"rank {r}: {'... ' if first else ''}{text}{more}".rstrip())
     return "\n".join(lines)
 

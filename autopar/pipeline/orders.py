@@ -48,7 +48,7 @@ def order(name: str, ranks: int, microbatches: int, virtual: int = 0) -> Schedul
         name: a key of `ORDERS`.
         ranks: of the pipeline.
         microbatches: any number, but where the order needs more.
-        virtual: stages on each rank; 0: as many as the order has, and at least one.
+        virtual: stages on each rank; 0: as many as the order has, two where it takes any number.
 
     Raises:
         ScheduleError: there is no such order, or it does not go with these numbers.

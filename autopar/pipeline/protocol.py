@@ -46,10 +46,9 @@ def problems(schedule: Schedule) -> Iterator[Problem]:
     end, whether sends wait for their receives or not.
     """
     run = _Check(schedule)
-    faults = [*run.complete(), *run.matched(), *run.ordered()]
-    yield from faults
-    if not faults:
-        yield from run.stalls()
+    faults = list(run.complete())  # what comes after takes the instructions for known ones
+    faults = faults or [*run.matched(), *run.ordered()]
+    yield from faults or run.stalls()
 
 
 class _Check:

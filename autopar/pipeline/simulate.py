@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class Costs:
     Args:
         forward_s, input_s, weight_s: time of F, I and W; B takes I and W together.
         transfer_s: from a send on one rank until the value is there on another. Sends take no time
-            of the sender, and receives none but the wait.
+            of the sender, and receives none of the receiver, which waits where it uses the value.
         held_bytes: what a stage keeps of one microbatch from F until its backward.
         weight_bytes: the part of it that W still needs after I.
     """
@@ -43,6 +44,7 @@ class Costs:
     def kept_bytes(self, instruction: Instruction) -> float:
         """Change of what is held when the instruction has run."""
         held, left = (at(b, instruction.stage) for b in (self.held_bytes, self.weight_bytes))
+        left = min(held, left)
         return {"F": held, "B": -held, "I": left - held, "W": -left}[instruction.kind]
 
 
@@ -123,6 +125,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run the instructions by their times: each as soon as its rank is free and its operands there.
 
+    What `check_schedule` finds is for it to find. Without a backward pass nothing is held.
+
     Args:
         schedule: with its sends, or what is computed alone: then values leave when computed.
         costs: in seconds and bytes; by default F, I and W take 1 each and transfers nothing.
@@ -134,10 +138,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     for field in dataclasses.fields(costs):
         value, stages = getattr(costs, field.name), len(schedule.owners)
         given = value if isinstance(value, Sequence) else [value]
-        if len(given) != stages and given is value or min(given, default=0) < 0:
+        single = field.name == "transfer_s"
+        wrong = given is value and (single or len(given) != stages)
+        if wrong or not all(math.isfinite(x) and x >= 0 for x in given):
             raise ScheduleError(
                 f"{field.name} cannot be {value}.",
-                expected=f"a number from 0 on, or one for each of the {stages} stages",
+                expected="a number from 0 on"
+                + ("" if single else f", or one for each of the {stages} stages"),
             )
     run = _Run(schedule, costs)
     positions = [0] * len(schedule.ranks)
@@ -153,10 +160,22 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     stuck = [(r, p) for r, p in enumerate(positions) if p < len(schedule.ranks[r])]
     if stuck:
         raise ScheduleError(
-            "The ranks of the schedule wait for each other forever.",
+            "The ranks of the schedule wait for each other forever, or for what is missing.",
             where="\n" + grid(schedule.ranks, stuck),
+            expected="before each marked one, on its rank or another: "
+            + "; ".join(_needed(schedule, schedule.ranks[r][p]) for r, p in stuck),
         )
     return run.timeline()
+
+
+def _needed(schedule: Schedule, instruction: Instruction) -> str:
+    """What an instruction waits for, in words."""
+    k = instruction.microbatch
+    needs = [
+        f"{stage}F{k}" if kind == "F" else f"{stage}B{k} or {stage}I{k}"
+        for kind, stage in schedule.needs(instruction)
+    ]
+    return f"{' and '.join(needs)} for {instruction}"
 
 
 class _Run:
@@ -202,6 +221,8 @@ class _Run:
         for rank, spans in enumerate(drawn.by_rank()):
             held = 0.0
             for i in (s.instruction for s in spans):
+                if not self.schedule.training:
+                    continue
                 held += self.costs.kept_bytes(i)
                 peaks[rank] = max(peaks[rank], held)
                 flying[i.stage] += {"F": 1, "I": 0}.get(i.kind, -1)
