@@ -58,12 +58,19 @@ def read_plan(given: Any) -> dict[str, Any]:
             where=where,
             expected=f"a dict with {', '.join(_PARTS)}, each a dict, as Compiled.plan gives it",
         )
+    unknown = next((part for part in plan if part not in (*_PARTS, *_OPTIONAL)), None)
+    if unknown is not None:
+        raise PlanError(
+            f"A plan has no part {unknown!r}.",
+            where=where,
+            expected=", ".join((*_PARTS, *_OPTIONAL)),
+        )
     for name, stage in plan[_ZERO].items():
-        if stage not in (1, 2, 3):
+        if stage not in (1, 2, 3) or name not in plan["states"]:
             raise PlanError(
-                f"The plan has {stage!r} for the stage of ZeRO.",
+                f"The plan has stage {stage!r} of ZeRO for {name!r}.",
                 where=f"{where}, {_ZERO}[{name!r}]",
-                expected="1, 2 or 3",
+                expected="1, 2 or 3, for a name in states",
             )
     return {part: dict(plan[part]) for part in (*_PARTS, *_OPTIONAL)}
 

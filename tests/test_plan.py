@@ -236,6 +236,9 @@ def test_unknown_names_are_named() -> None:
     refused(planned(calls={"linaer": {"tp": "o"}}), "'linaer'", "linear_2", "calls['linaer']")
     refused(planned(states={"up.wieght": "[16, 8]"}), "'up.wieght'", "up.weight", "states[")
     refused(planned(inputs={"z": "[6]"}), "'z'", "inputs")
+    refused({**planned(), "gathers": {}}, "no part 'gathers'", "zero")
+    refused({**planned(), "zero": {"up.wieght": 1}}, "'up.wieght'", "a name in states")
+    refused({**planned(), "zero": {"up.weight": 4}}, "stage 4", "zero['up.weight']")
 
 
 def test_a_state_left_out_is_named() -> None:

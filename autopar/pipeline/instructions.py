@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autopar.errors import ScheduleError
 
-__all__ = ["BACKWARD", "COMPUTE", "Instruction", "Schedule", "chain", "grid", "parse"]
+__all__ = ["COMPUTE", "Instruction", "Schedule", "chain", "grid", "parse"]
 
 COMPUTE = ("F", "B", "I", "W")
 BACKWARD = ("B", "I")  # what gives the gradient that earlier stages wait for
@@ -47,6 +47,11 @@ class Instruction:
         number = "" if self.microbatch < 0 else str(self.microbatch)
         peer = "" if self.peer < 0 else f"{_MOVES.get(self.kind, '?')}{self.peer}"
         return f"{self.stage}{self.kind}{number}{peer}"
+
+    @property
+    def gives(self) -> str:
+        """Of a compute instruction "F", "B" or "W": values, gradients for others, or neither."""
+        return "B" if self.kind in BACKWARD else self.kind
 
     @property
     def moves(self) -> bool:
@@ -128,10 +133,10 @@ class Schedule:
 
     def takers(self, instruction: Instruction) -> list[int]:
         """Stages that take what an instruction computes: later ones values, earlier gradients."""
-        if instruction.kind == "F":
+        if instruction.gives == "F":
             return [b for a, b in self.edges if a == instruction.stage]
-        back = instruction.kind in BACKWARD
-        return [a for a, b in self.returning if b == instruction.stage] if back else []
+        back = self.returning if instruction.gives == "B" else ()
+        return [a for a, b in back if b == instruction.stage]
 
     def needs(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
         """("F" or "B", stage) of what an instruction waits for, of its own microbatch.
@@ -141,7 +146,7 @@ class Schedule:
         stage = instruction.stage
         if instruction.kind == "F":
             yield from (("F", a) for a, b in self.edges if b == stage)
-        elif instruction.kind in BACKWARD:
+        elif instruction.gives == "B":
             yield "F", stage
             yield from (("B", b) for a, b in self.returning if a == stage)
         elif instruction.kind == "W":
@@ -162,10 +167,9 @@ def parse(
 ) -> Schedule:
     """A schedule from text or a CSV file: a line for each rank, a cell for each instruction.
 
-    Empty cells are idle time and mean nothing; `#` begins a comment. Tables of what the
-    schedules of `torch.distributed.pipelining` with several stages a rank compute ("0F0,0F1,,0B0")
-    are of this form. What is computed is enough:
-    sends, receives and reductions may be left out, all together.
+    Empty cells are idle time and mean nothing; `#` begins a comment. Tables of what the schedules
+    of `torch.distributed.pipelining` with several stages a rank compute ("0F0,0F1,,0B0") are of
+    this form. What is computed is enough: `communicate` writes sends, receives and reductions.
 
     Args:
         source: the text, or the path of a file with it.
@@ -253,6 +257,5 @@ def grid(ranks: Sequence[Sequence[Instruction]], marked: Iterable[tuple[int, int
 
 
 def _cell(rank: Sequence[Instruction], position: int, marked: bool) -> str:
-    if position >= len(rank):
-        return ">end<" if marked else ""
-    return f">{rank[position]}<" if marked else f" {rank[position]} "
+    text = str(rank[position]) if position < len(rank) else "end"
+    return f">{text}<" if marked else f" {text} "

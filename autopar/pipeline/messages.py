@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from autopar.pipeline.instructions import BACKWARD, Instruction, Schedule
+from autopar.pipeline.instructions import Instruction, Schedule
 from autopar.pipeline.simulate import simulate
 
 __all__ = ["communicate"]
@@ -38,13 +38,12 @@ def communicate(schedule: Schedule) -> Schedule:
         if begins:
             ranks[span.rank].append(done)
             continue
-        kind = "B" if done.kind in BACKWARD else "F"
         for peer in schedule.takers(done):
             owner = schedule.owners[peer]
             if owner != span.rank:
                 ends = (done.stage, done.microbatch, peer), (peer, done.microbatch, done.stage)
-                ranks[span.rank].append(Instruction(f"SEND_{kind}", *ends[0]))
-                ranks[owner].append(Instruction(f"RECV_{kind}", *ends[1]))
+                ranks[span.rank].append(Instruction(f"SEND_{done.gives}", *ends[0]))
+                ranks[owner].append(Instruction(f"RECV_{done.gives}", *ends[1]))
         if done.kind != "F":
             left[done.stage] -= 1
             if not left[done.stage]:

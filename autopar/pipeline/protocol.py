@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.instructions import BACKWARD, COMPUTE, Instruction, Schedule, grid
+from autopar.pipeline.instructions import COMPUTE, Instruction, Schedule, grid
 
 __all__ = ["Problem", "check_schedule", "problems"]
 
@@ -85,19 +85,17 @@ class _Check:
             counts = [len(self.places[i]) for i in options]
             marks = tuple(m for i in options for m in self.places[i])
             if counts not in ([1], [1, 0, 0], [0, 1, 1]):
-                what = " or ".join(map(str, options[:1])) if len(options) == 1 else "the backward"
-                what = what if len(options) == 1 else f"{what} of {_of(options[0])}"
-                end = len(self.schedule.ranks[self.schedule.owners[options[0].stage]])
-                marks = marks or ((self.schedule.owners[options[0].stage], end),)
+                first, owner = options[0], self.schedule.owners[options[0].stage]
+                what = str(first) if len(options) == 1 else f"the backward of {_of(first)}"
+                marks = marks or ((owner, len(self.schedule.ranks[owner])),)
                 times = "missing" if not any(counts) else "not there once"
                 yield Problem(f"{what} is {times}", marks)
         for i, places in self.places.items():
             if places and i not in known:
                 yield Problem(f"{i} belongs to no stage, edge or microbatch", tuple(places))
             for rank, position in places:
-                owner = self.schedule.owners[i.stage] if i in known else rank
-                if owner != rank:
-                    text = f"{i} stands on rank {rank}, its stage on rank {owner}"
+                if i in known and self.schedule.owners[i.stage] != rank:
+                    text = f"{i} stands on rank {rank}, its stage on another"
                     yield Problem(text, ((rank, position),))
 
     def matched(self) -> Iterator[Problem]:
@@ -107,7 +105,7 @@ class _Check:
         owners = self.schedule.owners
         for rank in self.schedule.ranks:
             for i in rank:
-                if i.moves and max(i.stage, i.peer) < len(owners):
+                if i.moves:
                     _, source, target, _ = i.message
                     where = sent if i.sends else received
                     where[owners[source], owners[target]].append(i)
@@ -134,8 +132,7 @@ class _Check:
                     yield Problem(text, ((r, p),))
                 if i.kind in COMPUTE:
                     left[i.stage] -= 1
-                    kind = "B" if i.kind in BACKWARD else i.kind
-                    done.add((kind, i.stage, i.microbatch))
+                    done.add((i.gives, i.stage, i.microbatch))
                 elif i.moves and not i.sends:
                     done.add(i.message)
 

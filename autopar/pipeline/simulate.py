@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.instructions import BACKWARD, COMPUTE, Instruction, Schedule, grid
+from autopar.pipeline.instructions import COMPUTE, Instruction, Schedule, grid
 
 __all__ = ["Costs", "Span", "Timeline", "simulate"]
 
@@ -88,7 +88,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last instruction has run, from the start of the first."""
+        """When the last instruction has run."""
         return max((s.end_s for s in self.spans), default=0.0)
 
     @property
@@ -198,8 +198,8 @@ class _Run:
             return False
         start = max(self.clock[rank], *(t for t in ready if t is not None), 0.0)
         end = start + self.costs.seconds(instruction)
-        kind = "B" if instruction.kind in BACKWARD else instruction.kind
-        self.ends[kind, instruction.stage, instruction.microbatch] = self.clock[rank] = end
+        key = (instruction.gives, instruction.stage, instruction.microbatch)
+        self.ends[key] = self.clock[rank] = end
         self.spans.append(Span(rank, instruction, start, end))
         return True
 
@@ -218,11 +218,9 @@ class _Run:
         drawn = Timeline(len(self.schedule.ranks), tuple(self.spans))
         peaks, flights = [0.0] * drawn.ranks, [0] * len(self.schedule.owners)
         flying = [0] * len(flights)
-        for rank, spans in enumerate(drawn.by_rank()):
+        for rank, spans in enumerate(drawn.by_rank() if self.schedule.training else []):
             held = 0.0
             for i in (s.instruction for s in spans):
-                if not self.schedule.training:
-                    continue
                 held += self.costs.kept_bytes(i)
                 peaks[rank] = max(peaks[rank], held)
                 flying[i.stage] += {"F": 1, "I": 0}.get(i.kind, -1)
