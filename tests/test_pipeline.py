@@ -289,6 +289,18 @@ def test_changed_lists_are_caught(name: str, ranks: int, count: int, skips: bool
     assert harmless, "sends beside independent computations can be swapped"
 
 
+def test_messages_in_another_order_are_named() -> None:
+    found = communicate(order("gpipe", 2, 2))
+    lists = str(found).replace(
+        "1RECV_F0<0, 1F0, 1RECV_F1<0, 1F1", "1RECV_F1<0, 1F1, 1RECV_F0<0, 1F0"
+    )
+    assert lists != str(found)
+    with pytest.raises(
+        ScheduleError, match="rank 0 sends 0SEND_F0>1 where rank 1 receives 1RECV_F1<0"
+    ):
+        check_schedule(parse(lists))
+
+
 def test_sends_that_wait_are_checked_too() -> None:
     """1F1B as it is often written, a send after each result, a receive before each use."""
     text = """
