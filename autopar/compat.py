@@ -41,6 +41,7 @@ __all__ = [
     "move_hooks",
     "pytree",
     "schema_of",
+    "settings_of_tracing",
     "storage_of",
     "versions_of",
     "wrap_like",
@@ -72,6 +73,28 @@ foreach = _Foreach()
 def schema_of(target: Any) -> Any:
     """The schema of an operator overload, or None. `OpOverload._schema` has no public name."""
     return getattr(target, "_schema", None)
+
+
+def settings_of_tracing() -> tuple[Any, ...]:
+    """The settings of torch that decide which operations a call and its gradient are made of.
+
+    Determinism, attention kernels and cuDNN choose among them; casts and devices may be inserted.
+    """
+    backends: Any = torch.backends
+    cuda = backends.cuda
+    return (
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        backends.cudnn.enabled,
+        backends.mkldnn.enabled,
+    )
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ from autopar.sizes import Size, at_probe
 __all__ = ["Differentiate"]
 
 aten = torch.ops.aten
-
+_NUMBER = re.compile(r"_\d+$")
 
 Repeat = Callable[[Joint], set[fx.Node]]
 
@@ -234,9 +235,11 @@ class _Stringing:
     def copy(
         self, nodes: Iterable[fx.Node], mapping: dict[fx.Node, fx.Node], record: NodeInfo
     ) -> None:
-        """Append the nodes of a trace."""
+        """Append the nodes of a trace, numbered anew: theirs tell what was traced with them."""
         for inner in nodes:
-            new = self.graph.node_copy(inner, lambda n: mapping[n])
+            args, kwargs = fx.map_arg((inner.args, inner.kwargs), lambda n: mapping[n])
+            name = _NUMBER.sub("", inner.name)
+            new = self.graph.create_node(inner.op, inner.target, args, kwargs, name)
             val = inner.meta.get("val")
             new.meta = {"val": val, "probe": inner.meta.get("probe", val)}
             set_info(new, record)

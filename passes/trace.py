@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.collectives import collective_of, ops
-from autopar.compat import FakeTensorMode, make_fx, schema_of
+from autopar.compat import FakeTensorMode, make_fx, schema_of, settings_of_tracing
 from autopar.errors import AutoparError
 from autopar.program import ancestors, shares_memory
 from autopar.sizes import Sizes, at_place, has_sizes
@@ -109,13 +110,57 @@ class Request:
 
 
 @dataclass(slots=True)
-class Traces:
-    """Traces and fake results of calls, by what decides them."""
+class _Known:
+    """Traces and fake results of calls that have the same sizes everywhere, by what decides them.
+
+    They are functions of their request and of the settings alone, so that all compilations of a
+    thread share them: the next shape, mesh or model asks mostly for what one before has asked for.
+    """
 
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode())
     table: dict[Any, Trace] = field(default_factory=dict)
     fakes: dict[Any, list[Any]] = field(default_factory=dict)
+
+
+class _Shared(threading.local):
+    """What is known, apart for each thread: two cannot be within one fake mode at once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, _Known] = {}
+
+    def here(self) -> _Known:
+        """What is known under the settings of torch now; begun anew where it has grown large."""
+        settings = settings_of_tracing()
+        found = self.known.get(settings)
+        if found is None or len(found.table) + len(found.fakes) > _MANY:
+            found = self.known[settings] = _Known()
+        return found
+
+
+_MANY = 20_000
+"""Traces and results kept, some 50 MB: those of a few hundred programs."""
+
+_shared = _Shared()
+
+
+@dataclass(slots=True)
+class Traces:
+    """Traces and fake results of the calls of a compilation.
+
+    Args:
+        sizes: those that differ between places, if there are any.
+        known: what earlier compilations have traced, too.
+        joined: traces of calls with such sizes.
+    """
+
     sizes: Sizes | None = None
+    known: _Known = field(default_factory=lambda: _shared.here())
+    joined: dict[Any, Trace] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> FakeTensorMode:
+        """The mode of all fake values."""
+        return self.known.mode
 
     def request(
         self, node: fx.Node, operands: list[Tensor], probes: list[Tensor] | None = None
@@ -146,11 +191,11 @@ class Traces:
     def results(self, request: Request) -> list[Any]:
         """Fake results of a call."""
         request = request.alone()
-        key = request.key()
-        if key not in self.fakes:
+        key, fakes = request.key(), self.known.fakes
+        if key not in fakes:
             with self.mode, torch.no_grad():
-                self.fakes[key] = request.results(list(request.operands))
-        return self.fakes[key]
+                fakes[key] = request.results(list(request.operands))
+        return fakes[key]
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Trace what is not yet traced, all in one go: starting a trace costs as much as a call."""
@@ -158,13 +203,14 @@ class Traces:
         probed = [r for r in requests if r.probe is not None]
         self._prepare([*(r.alone() for r in requests), *(r.probe for r in probed if r.probe)])
         for r in probed:
-            if r.key() not in self.table:
-                self.table[r.key()] = self._joined(r)
+            if r.key() not in self.joined:
+                self.joined[r.key()] = self._joined(r)
 
     def _joined(self, request: Request) -> Trace:
         """The trace of a call at all places, from those of the first and with primes."""
         assert request.probe is not None and self.sizes is not None, "only for probed calls"
-        first, later = self.table[request.alone().key()], self.table[request.probe.key()]
+        table = self.known.table
+        first, later = table[request.alone().key()], table[request.probe.key()]
         try:
             return _Join(self.sizes, request.lists).run(first, later)
         except AutoparError as error:
@@ -174,7 +220,8 @@ class Traces:
             ) from None
 
     def _prepare(self, requests: Iterable[Request]) -> None:
-        new = {key: r for r in requests if (key := r.key()) not in self.table}
+        table = self.known.table
+        new = {key: r for r in requests if (key := r.key()) not in table}
         if not new:
             return
 
@@ -204,7 +251,7 @@ class Traces:
             gradients = [next(out) for g in r.grads if g]
             trace = _parted(inputs, tangents, results, gradients, order)
             _check_writes(r, trace)
-            self.table[key] = trace
+            table[key] = trace
 
     def count(self, request: Request) -> int:
         """Number of results of a call."""
@@ -215,7 +262,7 @@ class Traces:
     def of(self, request: Request) -> Trace:
         """The trace of a request."""
         self.prepare([request])
-        return self.table[request.key()]
+        return (self.known.table if request.probe is None else self.joined)[request.key()]
 
 
 class _Join:

@@ -23,7 +23,7 @@ def forward(comm, device, inputs):
     # 0
     t = aten.t.default(p_model_0_weight); del p_model_0_weight
     addmm = aten.addmm.default(p_model_0_bias, tensors_0, t); del p_model_0_bias, t  # [4{dp}, 8]
-    getitem_each, getitem_1_each, getitem_2_each, t_4_each, relu_each = [], [], [], [], []
+    getitem_each, getitem_1_each, getitem_2_each, t_1_each, relu_each = [], [], [], [], []
     keep_mask_default_each, add_each = [], []
     add = addmm
     for i in range(6):
@@ -34,9 +34,9 @@ def forward(comm, device, inputs):
         getitem_1_each.append(native_layer_norm[1])
         getitem_2_each.append(native_layer_norm[2]); del native_layer_norm
         # {i + 1}.linear (test_codegen.py)
-        t_4 = aten.t.default(p_model_linear_weight[i])
-        t_4_each.append(t_4)
-        addmm_1 = aten.addmm.default(p_model_linear_bias[i], getitem, t_4); del getitem, t_4  # [4{dp}, 8]
+        t_1 = aten.t.default(p_model_linear_weight[i])
+        t_1_each.append(t_1)
+        addmm_1 = aten.addmm.default(p_model_linear_bias[i], getitem, t_1); del getitem, t_1  # [4{dp}, 8]
         # {i + 1} (test_codegen.py)
         relu = aten.relu.default(addmm_1); del addmm_1  # [4{dp}, 8]
         relu_each.append(relu)
@@ -44,8 +44,8 @@ def forward(comm, device, inputs):
         keep_mask_default = comm.keep_mask([2, 8], '[4{dp}, 8]', i, 0.5, device=device)  # [4{dp}, 8]
         keep_mask_default_each.append(keep_mask_default)
         mul = aten.mul.Tensor(relu, keep_mask_default); del relu, keep_mask_default  # [4{dp}, 8]
-        mul_2 = aten.mul.Tensor(mul, 2.0); del mul  # [4{dp}, 8]
-        add = aten.add.Tensor(add, mul_2); del mul_2  # [4{dp}, 8]
+        mul_1 = aten.mul.Tensor(mul, 2.0); del mul  # [4{dp}, 8]
+        add = aten.add.Tensor(add, mul_1); del mul_1  # [4{dp}, 8]
         add_each.append(add)
     del add_each[-1]
     # 6 (test_codegen.py)
@@ -53,7 +53,7 @@ def forward(comm, device, inputs):
     return [all_gather_replicated], [
         *keep_mask_default_each,
         *relu_each,
-        *t_4_each,
+        *t_1_each,
         *getitem_each,
         addmm,
         *add_each,

@@ -27,17 +27,17 @@ def forward(comm, device, inputs):
     # (test_goldens.py)
     relu = aten.relu.default(addmm); del addmm  # [4{dp}, 16]
     # down (test_goldens.py)
-    t_4 = aten.t.default(p_model_down_weight); del p_model_down_weight
-    addmm_1 = aten.addmm.default(p_model_down_bias, relu, t_4); del p_model_down_bias  # [4{dp}, 4]
+    t_1 = aten.t.default(p_model_down_weight); del p_model_down_weight
+    addmm_1 = aten.addmm.default(p_model_down_bias, relu, t_1); del p_model_down_bias  # [4{dp}, 4]
     # (test_goldens.py)
     mse_loss = aten.mse_loss.default(addmm_1, tensors_1, 0)  # [4{dp}, 4]
-    sum_3 = aten.sum.default(mse_loss); del mse_loss  # [] +dp
-    div = aten.div.Tensor(sum_3, 16); del sum_3  # [] +dp
-    all_reduce_4 = comm.all_reduce(div, 'dp', 'sum'); del div  # []
-    return [all_reduce_4], [
+    sum_1 = aten.sum.default(mse_loss); del mse_loss  # [] +dp
+    div = aten.div.Tensor(sum_1, 16); del sum_1  # [] +dp
+    all_reduce = comm.all_reduce(div, 'dp', 'sum'); del div  # []
+    return [all_reduce], [
         addmm_1,
         tensors_1,
-        t_4,
+        t_1,
         relu,
         tensors_0,
     ]

@@ -27,18 +27,18 @@ def forward(comm, device, inputs):
     # (test_goldens.py)
     relu = aten.relu.default(addmm); del addmm  # [4, 16{tp}]
     # down (test_goldens.py)
-    t_4 = aten.t.default(p_model_down_weight); del p_model_down_weight
-    mm_1 = aten.mm.default(relu, t_4)  # [4, 4] +tp
-    all_reduce = comm.all_reduce(mm_1, 'tp', 'sum'); del mm_1  # [4, 4]
+    t_1 = aten.t.default(p_model_down_weight); del p_model_down_weight
+    mm = aten.mm.default(relu, t_1)  # [4, 4] +tp
+    all_reduce = comm.all_reduce(mm, 'tp', 'sum'); del mm  # [4, 4]
     add = aten.add.Tensor(all_reduce, p_model_down_bias); del all_reduce, p_model_down_bias  # [4, 4]
     # (test_goldens.py)
     mse_loss = aten.mse_loss.default(add, tensors_1, 0)  # [4, 4]
-    sum_3 = aten.sum.default(mse_loss); del mse_loss  # []
-    div = aten.div.Tensor(sum_3, 16); del sum_3  # []
+    sum_1 = aten.sum.default(mse_loss); del mse_loss  # []
+    div = aten.div.Tensor(sum_1, 16); del sum_1  # []
     return [div], [
         add,
         tensors_1,
         relu,
-        t_4,
+        t_1,
         tensors_0,
     ]

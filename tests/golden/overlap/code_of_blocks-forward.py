@@ -33,8 +33,8 @@ def forward(comm, device, inputs):
         getitem_1_each.append(native_layer_norm[1])
         getitem_2_each.append(native_layer_norm[2]); del native_layer_norm
         # {i + 1}.linear (test_codegen.py)
-        t_4 = aten.t.default(getitem_22); del getitem_22
-        addmm_1 = aten.addmm.default(getitem_23, getitem, t_4); del getitem_23, getitem, t_4  # [4{fsdp}, 8]
+        t_1 = aten.t.default(getitem_22); del getitem_22
+        addmm_1 = aten.addmm.default(getitem_23, getitem, t_1); del getitem_23, getitem, t_1  # [4{fsdp}, 8]
         # {i + 1} (test_codegen.py)
         relu = aten.relu.default(addmm_1); del addmm_1  # [4{fsdp}, 8]
         relu_each.append(relu)
@@ -42,8 +42,8 @@ def forward(comm, device, inputs):
         keep_mask_default = comm.keep_mask([2, 8], '[4{fsdp}, 8]', i, 0.5, device=device)  # [4{fsdp}, 8]
         keep_mask_default_each.append(keep_mask_default)
         mul = aten.mul.Tensor(relu, keep_mask_default); del relu, keep_mask_default  # [4{fsdp}, 8]
-        mul_2 = aten.mul.Tensor(mul, 2.0); del mul  # [4{fsdp}, 8]
-        add = aten.add.Tensor(add, mul_2); del mul_2  # [4{fsdp}, 8]
+        mul_1 = aten.mul.Tensor(mul, 2.0); del mul  # [4{fsdp}, 8]
+        add = aten.add.Tensor(add, mul_1); del mul_1  # [4{fsdp}, 8]
         add_each.append(add)
     del add_each[-1]
     # 6 (test_codegen.py)
