@@ -1,11 +1,12 @@
 """A run that somebody kills: one rank of it, for `test_crash`.
 
-It is imported by a server that forks the ranks, so that a run starts in the time of a fork and not
-of importing torch; the programs are compiled there once, too, to warm what compiling imports.
+It is imported by the server that forks the ranks, and those of the pool (see `forks`); a program is
+compiled there once, too, and models of transformers are made, to warm what these import.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import HUGGING_FACE, make
 from torch import Tensor, nn
 
 import autopar
@@ -124,6 +126,10 @@ def alone(me: int, n: int, folder: str, store: str, tell: Connection) -> None:
 def warm() -> None:
     torch.set_num_threads(1)
     autopar.compile(Model().double(), "tp=2", batch(0))
+    for name in HUGGING_FACE:
+        make(name)
+    gc.collect()
+    gc.freeze()  # what is there need not be looked through in each process
 
 
 if os.environ.get("AUTOPAR_TEST_WARM"):

@@ -1,8 +1,8 @@
 """Real gloo processes for the tests, started once a session.
 
 `pool.run(n, fn, *args)` calls the module-level `fn(rank, n, *args)` in n processes with
-`torch.distributed` initialised to a world of n, and returns the results in rank order. A worker
-imports torch once; each call makes a fresh world.
+`torch.distributed` initialised to a world of n, and returns the results in rank order. Workers are
+forked from one that has imported all; each call makes a fresh world.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -20,6 +19,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import forks
 
 __all__ = ["Pool", "WorkerError"]
 
@@ -76,7 +77,7 @@ class Pool:
 
     def __init__(self, size: int = 4, largest: int = 8) -> None:
         self._size, self._largest = size, largest
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forks.context()
         self._workers: list[tuple[Any, Connection]] = []
         self._started = 0
         self._stacks = tempfile.TemporaryDirectory()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import crashing
+import forks
 import pytest
 
 import autopar
@@ -24,20 +23,9 @@ KILLS = 20
 GRACE_S = 0.15  # for which the others go on
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Any]:
-    """Processes forked from one that has imported and compiled all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crashing"])
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    extra = {"AUTOPAR_TEST_WARM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in extra.items():
-            patch.setenv(name, value)
-        process = context.Process(target=int)
-        process.start()
-        process.join()
-        yield context
+@pytest.fixture(scope="module", name="forks")
+def forked() -> Any:
+    return forks.context()
 
 
 class Run:
