@@ -20,6 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What torch and transformers are made of stays: to search it for garbage costs a fifth."""
+    if session.items:  # else this process runs no tests, and needs no torch
+        import captures
+
+        captures.keep()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

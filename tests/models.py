@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from captures import mark
 from torch import Tensor, nn
 
 __all__ = ["HUGGING_FACE", "KINDS", "make"]
@@ -37,6 +38,7 @@ def make(name: str, rows: int = 4, **changes: Any) -> Made:
         if p.dim() < 2:
             torch.nn.init.normal_(p, mean=1.0 if bool(p.eq(1).all()) else 0.0, std=0.1)
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    mark(model, (name, repr(sorted(changes.items()))))
     return model.double().train(), inputs
 
 

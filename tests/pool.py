@@ -31,11 +31,14 @@ class WorkerError(AssertionError):
 
 def _work(pipe: Connection, stack: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stack, "w"))  # noqa: SIM115
+    import captures
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    captures.keep()
+    captures.keep_compiled()
     while True:
         try:
             job = pipe.recv()

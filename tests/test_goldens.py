@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from captures import mark
 from torch import Tensor, fx, nn
 
 import autopar
@@ -52,6 +53,7 @@ def compiled(name: str, layers: int, mesh: str, sequence: bool) -> Any:
     with torch.device("meta"):
         model = {"gpt2": _gpt2, "llama": _llama}[name](layers).train()
         tokens = torch.empty(BATCH, TIME, dtype=torch.long)
+    mark(model, f"large {name}")  # its graph is that of each mesh
     inputs = {"input_ids": tokens, "labels": tokens}
     return autopar.compile(model, mesh, inputs, sequence=sequence, strict=True)
 
