@@ -188,7 +188,8 @@ class _Split:
 
     def once(self, body: Iterable[Any], counted: Sequence[fx.Node]) -> list[fx.Node]:
         """The calls outside the loop whose values it takes; views are made within."""
-        inside = [n for n in ancestors(body, [*counted, *self.inputs]) if n in self.varying]
+        needed = self.varying & ancestors(body, [*counted, *self.inputs])
+        inside = [n for n in self.graph.nodes if n in needed]  # in order, that code be the same
         found: dict[fx.Node, None] = {}
         stack = [n for node in inside for n in node.all_input_nodes]
         while stack:
