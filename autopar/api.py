@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import gc
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +33,17 @@ from autopar.passes.fuse import Fuse
 from autopar.passes.merge import merge, place
 from autopar.passes.normalize import Normalize, is_normalized
 from autopar.passes.shard import Shard
+from autopar.passes.split import split, staging_problems
 from autopar.passes.trace import Traces
+from autopar.pipeline import ORDERS, Schedule, parse
+from autopar.pipeline import order as pipeline_order
 from autopar.program import Phases, Program, call_text, info, tensor_inputs
 from autopar.rules import find
 from autopar.sizes import Sizes
 from autopar.static import check_phases
 from autopar.strategies.data import Data
 from autopar.strategies.follow import Follow
+from autopar.strategies.pipeline import Pipeline
 from autopar.strategies.planned import Inserted, Planned, read_plan
 from autopar.strategies.remat import MODES, Remat, within
 from autopar.strategies.tensor import Tensors
@@ -69,11 +75,20 @@ class Options:
     reduce: str | None = None
     remat: str | int = "none"
     accumulate: int = 1
+    microbatches: int | None = None
+    schedule: str | Path | Schedule = "1f1b"
+    stages: int | Sequence[str] = 0
 
     def __post_init__(self) -> None:
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise InputError(
                 f"accumulate={self.accumulate!r}", expected="a number of microbatches, 1 or more"
+            )
+        if self.microbatches is not None and (
+            type(self.microbatches) is not int or self.microbatches < 1
+        ):
+            raise InputError(
+                f"microbatches={self.microbatches!r}", expected="a number, 1 or more, or None"
             )
         budget = type(self.remat) is int
         if budget and int(self.remat) <= 0:
@@ -144,6 +159,12 @@ def parallelize(
             and inputs: then as little as fits.
         accumulate: number of microbatches that a training call is split into. The result is that of
             the whole batch: the call runs forward and backward of each, and reduces once.
+        microbatches: on a mesh with an axis pp, the same number of a pipeline, times `accumulate`;
+            by default twice its ranks, or as many as the rows fill.
+        schedule: what the ranks of a pipeline compute when: a name of `autopar.pipeline.ORDERS`, a
+            Schedule, or the path of a text or CSV file with one.
+        stages: of the pipeline: their number, by default one for each rank or what the schedule
+            has; or the names of the modules that all stages but the first begin with.
 
     Raises:
         MeshError: mesh and world size differ, or the mesh text is wrong.
@@ -151,6 +172,14 @@ def parallelize(
     """
     chosen, grid = _options(options), make_mesh(mesh)
     _strategies(grid, chosen)  # a wrong plan fails here, not at the first call
+    _check_pipeline(grid, chosen)
+    if grid.sizes.get("pp", 1) > 1:
+        raise PlanError(
+            "Pipeline stages can be compiled and verified, but not trained by parallelize yet.",
+            where=f"mesh '{grid}'",
+            expected="a mesh without the axis pp",
+            hint="autopar.verify(model, mesh, inputs) runs all its stages in this process",
+        )
 
     planned = False  # the plan is for the first program; later ones may have other calls
 
@@ -184,7 +213,9 @@ def compile(model: nn.Module, mesh: Any, example_inputs: Any, **options: Any) ->
     arguments = bind_arguments(args, kwargs, position_names(model))
     fakes = tuple(empty_like(t, mode) for t in arguments.tensors)
     bound = Arguments(arguments.names, fakes, arguments.leaves, arguments.spec)
-    return _compile(skeleton(model, mode), bound, make_mesh(mesh), _options(options), True)
+    chosen, grid = _options(options), make_mesh(mesh)
+    _check_pipeline(grid, chosen)
+    return _compile(skeleton(model, mode), bound, grid, chosen, True)
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -243,8 +274,13 @@ def _compile(
     )
     check_global(program, "capture")
     has_loss = any(o.is_loss for o in program.outputs)
-    if options.accumulate > 1 and grad and (has_loss or bones.training):
-        mesh = Mesh((*mesh.axes, (MICRO, options.accumulate)))
+    piped = grad and mesh.sizes.get("pp", 1) > 1
+    order = _order(mesh, options, program.batch_size) if piped else None
+    count = (
+        options.accumulate * (options.microbatches or 1) if order is None else order.microbatches
+    )
+    if order is not None or (count > 1 and grad and (has_loss or bones.training)):
+        mesh = Mesh((*mesh.axes, (MICRO, count)))
         program = program.replace(mesh=mesh)
     program = Cast(kept).run(program)
     check_global(program, "cast")
@@ -260,6 +296,9 @@ def _compile(
     program = Expand().run(program)
     for strategy in finish:
         strategy.annotate(program)
+    if order is not None:
+        names = () if isinstance(options.stages, int) else tuple(options.stages)
+        Pipeline(len(order.owners), at=names).annotate(program)
     program = program.replace(level="annotated")
     check_annotated(program, "expand")
     compiled = Compiled(program, type(bones).__name__, uneven_atoms(program), decisions=decisions)
@@ -269,7 +308,13 @@ def _compile(
     differentiate = Differentiate(device, gradients=grad, traces=traces)
     compiled.remat, phases = _differentiated(lowered, differentiate, options.remat)
     _bind(compiled, phases)
-    if MICRO in mesh.names:
+    if order is not None:
+        again = replace(differentiate, repeat=compiled.remat.choose)
+        compiled.staging = split(again.run(lowered), order)
+        wrong = staging_problems(compiled.staging)
+        if wrong:
+            raise VerificationError("The stages do not fit:\n  " + "\n  ".join(wrong))
+    elif MICRO in mesh.names:
         again = replace(differentiate, repeat=compiled.remat.choose)
         compiled.accumulation = accumulate(again.run(lowered))
     _check_held(compiled, held)
@@ -390,16 +435,62 @@ def _strategies(mesh: Mesh, options: Options) -> list[Any]:
     for axis in sorted(mesh.names, key=lambda a: a != MICRO):
         if axis in DATA_AXES:
             made.append(Data(axis, options.batch_dims))
+        elif axis == "pp":
+            continue  # its ranks compute other calls, see passes.split
         elif axis == "tp":
             made.append(Tensors(axis, options.sequence, options.pins))
         else:
             raise PlanError(
                 f"There is no strategy for the mesh axis '{axis}'.",
                 where=f"mesh '{mesh}'",
-                expected="axes named dp or fsdp (data) and tp (tensor)",
+                expected="axes named dp or fsdp (data), tp (tensor) and pp (pipeline)",
                 hint="rename the axis, or pass strategy=",
             )
     return [*made, *_zero(mesh, options)]
+
+
+def _check_pipeline(mesh: Mesh, options: Options) -> None:
+    """Options of a pipeline want the axis of one."""
+    usual = Options()
+    for name in ("microbatches", "schedule", "stages"):
+        if getattr(options, name) != getattr(usual, name) and "pp" not in mesh.names:
+            raise PlanError(
+                f"{name}= is an option of pipelines, which the mesh '{mesh}' has none of.",
+                expected="an axis pp, such as 'dp=2, pp=4'",
+                hint="accumulate= splits a call into microbatches on any mesh"
+                if name == "microbatches"
+                else f"leave out {name}",
+            )
+
+
+def _order(mesh: Mesh, options: Options, rows: int) -> Schedule:
+    """What each rank of the pipeline computes when: stages, microbatches and their order.
+
+    Without a number of microbatches there are twice as many as ranks, or as the rows can fill.
+    """
+    ranks, given = mesh.sizes["pp"], options.schedule
+    if isinstance(given, Path):
+        given = parse(given)
+    if isinstance(given, Schedule):
+        if len(given.ranks) != ranks:
+            raise PlanError(
+                f"schedule {given.name!r} is for {len(given.ranks)} ranks, pp is {ranks}.",
+                expected="as many ranks in the schedule as on the axis pp",
+            )
+        return given
+    data = math.prod(n for a, n in mesh.axes if a in DATA_AXES)
+    count = options.microbatches or max(1, min(2 * ranks, rows // max(1, data)))
+    wanted = options.stages if isinstance(options.stages, int) else len(options.stages) + 1
+    if wanted % ranks:
+        raise PlanError(
+            f"{wanted} stages cannot be spread over pp={ranks}.",
+            expected="a multiple of the ranks of the pipeline",
+        )
+    virtual = wanted // ranks
+    found = ORDERS.get(given)
+    if not virtual and found is not None and found.virtual == 0:
+        virtual = 2
+    return pipeline_order(given, ranks, count * options.accumulate, virtual)
 
 
 def _zero(mesh: Mesh, options: Options) -> list[Zero]:

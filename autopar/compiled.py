@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from autopar.codegen import Functions, generate, generate_parts, load, load_parts
+from autopar.codegen import (
+    Functions,
+    generate,
+    generate_parts,
+    generate_stages,
+    load,
+    load_parts,
+)
 from autopar.collectives import collective_of, moved_bytes
 from autopar.errors import InputError
-from autopar.layout import Atom
+from autopar.layout import MICRO, Atom
 from autopar.memory import peak_bytes, saved_bytes
 from autopar.passes.accumulate import Accumulation
 from autopar.passes.merge import place_phases
+from autopar.passes.split import Staging
 from autopar.program import Choice, Phases, Program, info, tensor_inputs
 from autopar.rules.factors import specs
-from autopar.schedule import Step
+from autopar.schedule import Stages, Step
 from autopar.sizes import Sizes
 from autopar.strategies.remat import Remat
 from autopar.text import show
@@ -63,6 +72,7 @@ class Compiled:
         sizes: those, if there are any.
         remat: what is computed again in the backward pass.
         accumulation: the same program over microbatches, which are an axis of its mesh.
+        staging: the same over microbatches and pipeline stages.
         decisions: what strategies chose for each call of the captured graph.
     """
 
@@ -75,6 +85,16 @@ class Compiled:
     sizes: Sizes | None = None
     remat: Remat = Remat()
     accumulation: Accumulation | None = None
+    staging: Staging | None = None
+
+    @property
+    def over_microbatches(self) -> bool:
+        """Whether microbatches run in turns, on ranks that hold the rows of all."""
+        return self.accumulation is not None or self.staging is not None
+
+    def place(self, coordinate: Mapping[str, int]) -> int:
+        """The number of the place at a coordinate."""
+        return list(self.places()).index(self.signature(coordinate))
 
     def signature(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Local sizes of the uneven atoms at `coordinate`."""
@@ -115,7 +135,36 @@ class Compiled:
         """What runs when over microbatches, with the sizes of a rank."""
         assert self.accumulation is not None, "only with accumulate="
         here = {**dict.fromkeys(self.annotated.mesh.names, 0), **coordinate}
-        return self.accumulation.step.at(list(self.places()).index(self.signature(here)))
+        return self.accumulation.step.at(self.place(here))
+
+    def stages(self, coordinate: Mapping[str, int]) -> Stages:
+        """What a rank of a pipeline runs, with its sizes."""
+        assert self.staging is not None, "only with an axis pp"
+        here = {**dict.fromkeys(self.annotated.mesh.names, 0), **coordinate}
+        found = self.staging.ranks[here["pp"]]
+        return dataclasses.replace(found, step=found.step.at(self.place(here)))
+
+    def held(self, coordinate: Mapping[str, int]) -> Collection[str]:
+        """Names of the states that the rank at a coordinate needs: all, but in a pipeline."""
+        if self.staging is None:
+            return [s.name for s in self.annotated.states]
+        return self.staging.ranks[coordinate["pp"]].held
+
+    def stage_rank(self, rank: int) -> int:
+        """Where a rank stands in the pipeline."""
+        mesh = self.annotated.mesh
+        return mesh.coordinate(rank * mesh.sizes[MICRO])["pp"]
+
+    def stage_functions(self, rank: int) -> dict[str, Callable[..., Any]]:
+        """The generated functions of a rank of a pipeline, by name."""
+        assert self.staging is not None, "only with an axis pp"
+        name = f"<stages of {self.title} on rank {rank} of the pipeline>"
+        return load_parts(self.stage_code(rank), name)
+
+    def stage_code(self, rank: int) -> str:
+        """The generated Python of a rank of a pipeline."""
+        assert self.staging is not None, "only with an axis pp"
+        return generate_stages(self.staging, rank, self.annotated, self.title)
 
     def parts(self) -> dict[str, Callable[..., Any]]:
         """The generated functions of a step over microbatches, by name."""
@@ -123,12 +172,17 @@ class Compiled:
 
     def code(self, rank: int = 0) -> str:
         """The generated Python of `rank`: the same for all."""
+        if self.staging is not None:
+            return self.stage_code(self.stage_rank(rank))
         if self.accumulation is not None:
             return generate_parts(self.accumulation, self.annotated, self.title)
         return generate(self.of(rank) if self.shared is None else self.shared, self.title)
 
     def graph(self, phase: str = "forward", rank: int = 0) -> fx.GraphModule:
         """The graph of a phase: 'global', 'spmd', 'forward' or 'backward'.
+
+        In a pipeline also that of a function of a stage on the rank, such as 'F0' (forward of stage
+        0), 'B0', 'I0' or 'W0', and of 'count', 'start', 'end' and 'finish'.
 
         Raises:
             InputError: there is no such phase.
@@ -140,6 +194,8 @@ class Compiled:
             "forward": phases.forward,
             "backward": phases.backward,
         }
+        if self.staging is not None:
+            graphs.update(self.staging.graphs[self.stage_rank(rank)])
         if phase not in graphs:
             raise InputError(f"There is no phase {phase!r}.", expected=", ".join(graphs))
         return fx.GraphModule(graphs[phase], graphs[phase].graph)  # a plain one: tools know it
@@ -170,7 +226,7 @@ class Compiled:
         final = {n.name: info(n).choice for n in nodes if n.op == "call_function"}
         new = {name: c for name, c in final.items() if c and name not in self.decisions}
         held = {n.name: info(n) for n in nodes if n.op == "placeholder"}
-        stages = {s.name: held[s.node].stage for s in program.states}
+        stages = {s.name: held[s.node].zero for s in program.states}
         return {
             "mesh": dict(program.mesh.sizes),
             "states": {s.name: str(s.layout) for s in program.states},

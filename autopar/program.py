@@ -52,7 +52,8 @@ class NodeInfo:
     Args:
         rest: of a state, the layout it is kept in where that is not the one it is used in.
         origin: in a forward graph, the node of the SPMD graph that it computes (part of).
-        stage: of a state that ZeRO cuts at rest, the stage: 1, 2 or 3.
+        zero: of a state that ZeRO cuts at rest, its stage: 1, 2 or 3.
+        stage: of a pipeline, the stage that computes a call; -1: any that uses it.
         again: computed once more in the backward graph rather than saved for it.
         shapes: local shape of each result, where it differs between places.
         unless: where this is zero the result holds nothing and the call is not made: many kernels
@@ -66,7 +67,8 @@ class NodeInfo:
     site: int = -1
     origin: str = ""
     rest: Layout | None = None
-    stage: int = 0
+    zero: int = 0
+    stage: int = -1
     again: bool = False
     shapes: tuple[tuple[int | Size, ...], ...] = ()
     unless: Size | None = None

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from autopar.pipeline import Schedule
 from autopar.sizes import Size, at_place
 
-__all__ = ["PARTS", "Join", "Split", "Step"]
+__all__ = ["PARTS", "Join", "Split", "Stages", "Step"]
 
 PARTS = ("count", "start", "body", "end", "finish")
 """The functions of a step, in order.
@@ -75,6 +76,30 @@ class Step:
             for joins in (self.counted, self.summed)
         )
         return dataclasses.replace(self, counted=counted, summed=summed)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a rank of a pipeline runs in a step: as `Step`, its body in functions of its stages.
+
+    Args:
+        step: of this rank. Its functions are "start", "end" and "finish", and for each of its
+            stages "F", "B", "I" and "W" with the number of the stage.
+        schedule: the instructions of all ranks.
+        rank: the coordinate on the axis of the pipeline.
+        messages: names of the values that go along an edge, by (direction, from, to).
+        looks: shape and dtype of each value that goes between ranks.
+        moves: (name, from rank, to rank) of the sums that go between ranks after the schedule.
+        held: names of the states that this rank needs.
+    """
+
+    step: Step
+    schedule: Schedule
+    rank: int
+    messages: Mapping[tuple[str, int, int], Sequence[str]]
+    looks: Mapping[str, tuple[tuple[int | Size, ...], torch.dtype]]
+    moves: Sequence[tuple[str, int, int]]
+    held: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

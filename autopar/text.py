@@ -78,6 +78,7 @@ def show(program: Program, coordinate: Mapping[str, int] | None = None) -> str:
             record.module,
             record.source,
             "again" if record.again else "",
+            f"stage {record.stage}" if record.stage >= 0 else "",
         ]
         if record.site >= 0:
             notes.append(f"site {record.site}")
@@ -103,7 +104,7 @@ def _choice(node: fx.Node) -> str:
     record = info(node)
     text = " ".join(f"{a}={o}" for a, o in record.choice.items())
     rest = f"at rest {record.rest}" if record.rest is not None else ""
-    stage = f"zero {record.stage}" if record.stage else ""
+    stage = f"zero {record.zero}" if record.zero else ""
     return "".join(f" · {t}" for t in (text, rest, stage) if t)
 
 
@@ -216,7 +217,7 @@ class _Parser:
             choice = dict(w.split("=") for n in notes if "=" in n for w in n.split())
             rest = kept[0] if kept else None
             stage = next((int(n[5:]) for n in notes if n.startswith("zero ")), 0)
-            set_info(node, NodeInfo((layout,), choice, rest=rest, stage=stage))
+            set_info(node, NodeInfo((layout,), choice, rest=rest, zero=stage))
             words = what.split()
             shape = layout.shape
             if words[0] == "input":
@@ -278,7 +279,7 @@ class _Parser:
         self.names[name] = node
         layouts = [x for _, x in self.annotate(node, statement.annotation.value)]  # type: ignore
         choice: dict[str, str] = {}
-        module, source, site, again = "", "", -1, False
+        module, source, site, again, stage = "", "", -1, False, -1
         for note in self.remark(statement.end_lineno or 0):
             if "=" in note:
                 choice = dict(w.split("=") for w in note.split())
@@ -286,11 +287,14 @@ class _Parser:
                 again = True
             elif note.startswith("site "):
                 site = int(note[5:])
+            elif note.startswith("stage "):
+                stage = int(note[6:])
             elif re.search(r"\.py:\d+$", note):
                 source = note
             else:
                 module = note
-        set_info(node, NodeInfo(tuple(layouts), choice, source, module, site, again=again))
+        record = NodeInfo(tuple(layouts), choice, source, module, site, again=again, stage=stage)
+        set_info(node, record)
 
     def value(self, e: ast.expr) -> Any:
         if isinstance(e, ast.Name):

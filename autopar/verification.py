@@ -20,12 +20,14 @@ from autopar.compiled import Compiled
 from autopar.errors import InputError
 from autopar.layout import MICRO, Layout, Mesh
 from autopar.layout import mesh as make_mesh
+from autopar.passes.split import staging_problems
 from autopar.program import Phases, State, info
 from autopar.promotion import Promotion
-from autopar.runtime import Communicator, VirtualWorld
+from autopar.runtime import Communicator, VirtualWorld, connect
 from autopar.runtime.executor import Code, Executor
 from autopar.runtime.microbatches import Microbatches
 from autopar.runtime.pieces import assemble, piece
+from autopar.runtime.stages import Pipeline
 from autopar.static import check_phases, check_ranks, count_collectives
 from autopar.tracing import generated, stepper_of
 
@@ -158,6 +160,8 @@ def static(compiled: Compiled) -> list[str]:
     problems = []
     for key, phases in compiled.phases.items():
         problems += spmd_problems(phases.program, places[key]) + check_phases(phases)
+    if compiled.staging is not None:
+        problems += staging_problems(compiled.staging)
     return problems + check_ranks(compiled.phases, mesh, compiled.signature)
 
 
@@ -167,7 +171,7 @@ def _checked(compiled: Compiled) -> str:
     gradients = sum(len(p.gradients) for p in programs)
     return (
         f"{moving} collectives and {gradients} gradients with {len(programs)} set(s) of sizes "
-        f"for {compiled.annotated.mesh.size} ranks"
+        f"for {_ranks(compiled).size} ranks"
     )
 
 
@@ -278,6 +282,27 @@ def run_virtual(
     timeout_s: float = 60.0,
 ) -> Trace:
     """The generated programs of all ranks, each in a thread of this process."""
+    body = _steps(compiled, model, example_inputs, steps, make, seed)
+    ranks = VirtualWorld(_ranks(compiled), timeout_s=timeout_s).run(body)
+    return _assembled(compiled, ranks, steps)
+
+
+def run_connected(
+    compiled: Compiled, model: nn.Module, example_inputs: Any, steps: int, make: Any, seed: int = 0
+) -> Trace:
+    """The same in this process and those it is connected with by `torch.distributed`.
+
+    Every process calls it with equal arguments, and gets the trace of the whole.
+    """
+    comm = connect(_ranks(compiled))
+    rows = _steps(compiled, model, example_inputs, steps, make, seed)(comm)
+    return _assembled(compiled, comm.exchange(rows), steps)
+
+
+def _steps(
+    compiled: Compiled, model: nn.Module, example_inputs: Any, steps: int, make: Any, seed: int
+) -> Callable[[Communicator], list[dict[str, Any]]]:
+    """What a rank runs: optimizer steps on the same batch; it gives what came of each."""
     full, mesh = compiled.annotated.mesh, _ranks(compiled)
     whole = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -286,8 +311,11 @@ def run_virtual(
     }
     args, kwargs = as_call(example_inputs)
     tensors = bind_arguments(args, kwargs).tensors
+    staged = compiled.staging is not None
+    stages = list(map(compiled.stage_functions, range(mesh.sizes["pp"]))) if staged else []
     micro = compiled.accumulation is not None
-    functions, parts = ({}, compiled.parts()) if micro else (compiled.functions(), {})
+    functions = {} if compiled.over_microbatches else compiled.functions()
+    parts = compiled.parts() if micro else {}
 
     def body(comm: Communicator) -> list[dict[str, Any]]:
         comm.seed = seed
@@ -302,11 +330,19 @@ def run_virtual(
             piece(t, _on(i.layout, mesh), mesh, comm.coordinate)
             for t, i in zip(tensors, program.inputs, strict=True)
         ]
+        for name, value in local.items():  # what a stage does not need it need not have
+            if name not in compiled.held(comm.coordinate) and value.is_floating_point():
+                value.fill_(float("nan"))
         params = {n: local[n].requires_grad_(True) for n in phases.gradients}
         opt = make(list(params.values()))
         executor: Executor | Microbatches
-        if micro:
-            placed = [*[None] * len(program.states), *(i.layout for i in program.inputs)]
+        placed = [*[None] * len(program.states), *(i.layout for i in program.inputs)]
+        if staged:
+            executor = Pipeline(
+                compiled.stages(comm.coordinate), compiled.place, stages[comm.coordinate["pp"]],
+                full, placed, _plain, comm, tensors[0].device,
+            )  # fmt: skip
+        elif micro:
             step = compiled.step(comm.coordinate)
             executor = Microbatches(step, parts, full, placed, _plain, comm, tensors[0].device)
         else:
@@ -334,14 +370,13 @@ def run_virtual(
             )
         return rows
 
-    ranks = VirtualWorld(mesh, timeout_s=timeout_s).run(body)
-    return _assembled(compiled, ranks, steps)
+    return body
 
 
 def _ranks(compiled: Compiled) -> Mesh:
     """The mesh of ranks; microbatches that do not run in a loop are ranks, too."""
     mesh = compiled.annotated.mesh
-    if compiled.accumulation is None:
+    if not compiled.over_microbatches:
         return mesh
     return Mesh(tuple((a, n) for a, n in mesh.axes if a != MICRO))
 
@@ -369,8 +404,21 @@ def _assembled(compiled: Compiled, ranks: list[Any], steps: int) -> Trace:
     states = {s.name: s for s in compiled.of_any().program.states}
     trace = Trace()
 
-    def join(pieces: list[Tensor], state: State) -> Tensor:
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+
+    def holder(name: str, rank: int) -> int:
+        """A rank that holds what a rank would of a state: itself, if its stages need it."""
+        at, ranks = coordinates[rank], range(mesh.sizes.get("pp", 1))
+        if name in compiled.held(at):
+            return rank
+        there = ({**at, "pp": r} for r in ranks)
+        return next(mesh.rank(c) for c in there if name in compiled.held(c))
+
+    def join(given: list[Any], state: State) -> Tensor | None:
         assert state.layout is not None, "lowering places every state"
+        pieces = [given[holder(state.name, rank)] for rank in range(mesh.size)]
+        if pieces[0] is None:
+            return None
         out = assemble(pieces, state.layout, mesh)
         for rank, part in enumerate(pieces):
             mine = piece(out, state.layout, mesh, mesh.coordinate(rank))
@@ -385,10 +433,10 @@ def _assembled(compiled: Compiled, ranks: list[Any], steps: int) -> Trace:
         trace.losses.append(losses[0] if agree else losses[0] * float("nan"))
         grads: dict[str, Tensor | None] = {}
         for name in rows[0]["grads"]:
-            parts = [r["grads"][name] for r in rows]
-            grads[name] = None if parts[0] is None else join(parts, states[name])
+            grads[name] = join([r["grads"][name] for r in rows], states[name])
         trace.grads.append(grads)
-        whole = {n: join([r["states"][n] for r in rows], s) for n, s in states.items()}
+        found = {n: join([r["states"][n] for r in rows], s) for n, s in states.items()}
+        whole = {n: t for n, t in found.items() if t is not None}
         trace.params.append({n: t for n, t in whole.items() if states[n].is_parameter})
         trace.buffers.append(
             {

@@ -31,7 +31,7 @@ from autopar.roll import leaves
 from autopar.schedule import Join, Step
 from autopar.sizes import Size
 
-__all__ = ["Accumulation", "accumulate"]
+__all__ = ["Accumulation", "Part", "Parts", "accumulate", "join_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def accumulate(phases: Phases) -> Accumulation:
             "accumulate= needs the loss inside the program, and one parameter with a gradient.",
             hint="pass loss=fn to parallelize and call model(x, targets=y)",
         )
-    return _Split(phases).run()
+    return Parts(phases).run()
 
 
 _JOINS = (
@@ -67,17 +67,26 @@ _JOINS = (
 )  # fmt: skip
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """A function of a step: its graph, and the names of what it takes and gives."""
+
     graph: fx.GraphModule
     takes: tuple[str, ...]
     gives: tuple[str, ...]
 
 
-class _Split:
+class Parts:
+    """A differentiated program in one graph, and what of it differs between microbatches."""
+
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
-        self.graph, self.results, self.gradients, self.tangents = _inlined(phases)
+        self.late: dict[fx.Node, fx.Node | None] = {}  # backward calls -> the forward call repeated
+        self.graph, self.results, self.gradients, self.tangents = _inlined(phases, self.late)
         self.sum_whole()
+        self.survey()
+
+    def survey(self) -> None:
+        """Note of every call what it differs by and is made of."""
         nodes = list(self.graph.nodes)
         self.inputs = [n for n in nodes if n.op == "placeholder"]
         self.joins = [n for n in nodes if _joins(n)]
@@ -86,13 +95,13 @@ class _Split:
         self.linear = set(self.tangents)  # what is computed from the gradient of the loss
         for node in nodes:
             self.note(node)
-        again = {n.name for n in phases.program.graph.graph.nodes if info(n).again}
+        again = {n.name for n in self.phases.program.graph.graph.nodes if info(n).again}
         self.inline = {n for n in nodes if info(n).again or info(n).origin in again}  # not held
 
     def sum_whole(self) -> None:
         """Scatter the sum over microbatches of a gradient, for states in stage 1 of ZeRO."""
         nodes, states = self.phases.program.placeholders(), self.phases.program.states
-        first = {s.name for s in states if info(nodes[s.node]).stage == 1}
+        first = {s.name for s in states if info(nodes[s.node]).zero == 1}
         for i, name in enumerate(self.phases.gradients):
             node: Any = self.gradients[i] if name in first else None
             while node is not None and collective_of(node) is not None and not _joins(node):
@@ -151,6 +160,7 @@ class _Split:
         )
 
     def run(self) -> Accumulation:
+        """The step, in functions that run once and functions that run for each microbatch."""
         needed = ancestors(n for n in (*self.results, *self.gradients) if n is not None)
         used = set().union(*(self.sources[n] for n in self.varying & needed))
         counted = [s for s in self.joins if s in used]
@@ -174,8 +184,8 @@ class _Split:
         step = Step(
             takes={name: part.takes for name, part in parts.items()},
             gives={name: part.gives for name, part in parts.items()},
-            counted=tuple(map(_join, counted)),
-            summed=tuple(map(_join, summed)),
+            counted=tuple(map(join_of, counted)),
+            summed=tuple(map(join_of, summed)),
             placed=tuple(n.name for n in self.inputs if n not in self.tangents),
             results=tuple(n.name for n in self.results),
             cut=cut,
@@ -211,7 +221,7 @@ class _Split:
 
     def part(
         self, outputs: Sequence[Any], known: Sequence[fx.Node], reductions: bool = False
-    ) -> _Part:
+    ) -> Part:
         """The function that computes values from known ones."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
@@ -232,10 +242,11 @@ class _Split:
         if reductions:
             bucket.reductions(graph)
         names = tuple("" if o is None else o.name for o in outputs)
-        return _Part(graph_module(graph), tuple(n.name for n in inputs), names)
+        return Part(graph_module(graph), tuple(n.name for n in inputs), names)
 
 
-def _join(node: fx.Node) -> Join:
+def join_of(node: fx.Node) -> Join:
+    """What a reduction or gather over microbatches joins."""
     operand: Any = node.args[0]
     if node.target is ops.all_reduce.default:
         return Join(operand.name, node.name, str(node.args[2]))
@@ -260,9 +271,13 @@ def _many(node: fx.Node) -> bool:
 
 
 def _inlined(
-    phases: Phases,
+    phases: Phases, late: dict[fx.Node, fx.Node | None]
 ) -> tuple[fx.Graph, list[fx.Node], list[fx.Node | None], list[fx.Node]]:
-    """(graph, results, gradients, tangents): forward and backward in one."""
+    """(graph, results, gradients, tangents): forward and backward in one.
+
+    Args:
+        late: filled with the calls of the backward graph, see `Parts`.
+    """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
 
@@ -277,6 +292,11 @@ def _inlined(
     results, saved = outputs[: phases.n_results], outputs[phases.n_results :]
     taken = [n for n in phases.backward.graph.nodes if n.op == "placeholder"]
     mapping.update(zip(taken, saved, strict=False))
+    by_name = {n.name: mapping[n] for n in phases.forward.graph.nodes if n in mapping}
+    before = set(mapping)
     gradients = copy(phases.backward.graph)
+    for node in phases.backward.graph.nodes:
+        if node not in before and node.op == "call_function":
+            late[mapping[node]] = by_name.get(node.name) if info(node).again else None
     tangents = [mapping[n] for n in taken[len(saved) :]]
     return graph, results, gradients, tangents

@@ -315,7 +315,7 @@ class _Stringing:
             with self.traces.mode:
                 for kind in ("val", "probe"):
                     total.meta[kind] = fake_like(one.meta[kind]) + fake_like(two.meta[kind])
-            set_info(total, NodeInfo(origin=key[0].name))
+            set_info(total, NodeInfo(origin=key[0].name, stage=info(key[0]).stage))
         self.cotangents[key] = [total]
         return total
 

@@ -87,7 +87,7 @@ class _Lowering:
             if node.op == "placeholder":
                 new = self.graph.placeholder(node.name)
                 self.finish(node, new, self.made(node, 0), node)
-                update_info(new, stage=info(node).stage)
+                update_info(new, zero=info(node).zero)
             elif node.target is operator.getitem:
                 self.result(node)
             elif node.op == "call_function" and not is_cast_state(node):
@@ -119,7 +119,13 @@ class _Lowering:
         else:
             new.meta["val"] = val
         record = info(like)
-        set_info(new, NodeInfo((layout,), record.choice, record.source, record.module, record.site))
+        set_info(
+            new,
+            NodeInfo(
+                (layout,), record.choice, record.source, record.module, record.site,
+                stage=record.stage,
+            ),
+        )  # fmt: skip
         new.meta["requires_grad"] = like.meta.get("requires_grad", False)
 
     def result(self, node: fx.Node) -> None:
@@ -427,7 +433,7 @@ class _Lowering:
         if key not in self.steps:
             new = self.graph.call_function(target, (node, *args), dict(kwargs))
             self.describe(new, result, value)
-            if info(value).stage == 3 and target in _GATHERS and args[0] in self.stored_over(value):
+            if info(value).zero == 3 and target in _GATHERS and args[0] in self.stored_over(value):
                 update_info(new, again=True)
             self.steps[key] = new
         return self.steps[key]

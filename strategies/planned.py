@@ -136,7 +136,7 @@ class Planned:
                 layout = _layout(entry, self.plan["states"][state.name], state, program.mesh)
                 if layout != replace(state, layout=layout).used:
                     stage = self.plan[_ZERO].get(state.name, 3)
-                    update_info(nodes[state.node], rest=layout, stage=stage)
+                    update_info(nodes[state.node], rest=layout, zero=stage)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """The plan must be for axes of these names, outermost first.

@@ -44,9 +44,9 @@ class Zero:
                 continue
             if state.layout is None:
                 rest = cut(record.layouts[0], self.axis, program.mesh)
-                update_info(node, rest=rest, stage=self.stage if rest is not None else 0)
+                update_info(node, rest=rest, zero=self.stage if rest is not None else 0)
             elif state.layout != state.used:  # it stays as an earlier program placed it
-                update_info(node, rest=state.layout, stage=self.stage)
+                update_info(node, rest=state.layout, zero=self.stage)
 
 
 def cut(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:

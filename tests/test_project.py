@@ -23,7 +23,8 @@ ORDER = [
     {"collectives", "rules", "text"},
     {"arguments", "overlap", "promotion", "roll"},
     {"cost", "check", "expression", "memory", "mistakes", "source", "static"},
-    {"schedule", "pipeline"},
+    {"pipeline"},
+    {"schedule"},
     {"capture", "passes", "strategies"},
     {"loop"},
     {"writer"},
@@ -44,7 +45,15 @@ ORDER = [
 ]
 ANYWHERE = {"compat"}  # may be imported by all, imports nothing of autopar
 INWARD = {"pipeline", "rules", "passes", "strategies", "runtime"}
-RUNTIME_MAY = {"errors", "layout", "collectives", "schedule", "runtime"} | ANYWHERE
+RUNTIME_MAY = {
+    "errors",
+    "layout",
+    "collectives",
+    "pipeline",
+    "schedule",
+    "sizes",
+    "runtime",
+} | ANYWHERE
 RUNTIME_USERS = {
     "batch",
     "clipping",

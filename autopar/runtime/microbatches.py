@@ -15,7 +15,7 @@ from autopar.runtime.ledger import Ledger
 from autopar.runtime.pieces import cut_of
 from autopar.schedule import Join, Split, Step
 
-__all__ = ["Microbatches"]
+__all__ = ["Microbatches", "Values", "add", "side_by_side"]
 
 Values = dict[str, Any]
 
@@ -121,7 +121,7 @@ class Microbatches:
                 elif i == 0:
                     totals[join.result] = value.clone()
                 else:
-                    totals[join.result] = _add(totals[join.result], value, join.how)
+                    totals[join.result] = add(totals[join.result], value, join.how)
             for key, rows in (cut or {}).items():
                 rows.append(found[key])
         common.update(totals)
@@ -148,13 +148,16 @@ class Microbatches:
                 )
 
         if self.ledger is None or not self.ledger.busy:
+            if "finish" not in self.functions:  # a stage without parameters
+                return [None] * len(self.step.gives["finish"])
             found: Sequence[Tensor | None] = run(self.functions["finish"])
             return found
         assert self.split is not None, "given with the ledger"
         return self.ledger.gradients(self.split, run, self.comms[0], self.device)
 
 
-def _add(total: Tensor, value: Tensor, reduction: str) -> Tensor:
+def add(total: Tensor, value: Tensor, reduction: str) -> Tensor:
+    """A total with one more value in it; a sum is made in place."""
     if reduction == "sum" and total.dtype != torch.bool:
         return total.add_(value)
     if total.dtype == torch.bool:
@@ -162,7 +165,7 @@ def _add(total: Tensor, value: Tensor, reduction: str) -> Tensor:
     return torch.maximum(total, value) if reduction == "max" else torch.minimum(total, value)
 
 
-def side_by_side(pieces: list[Tensor], dim: int, outer: Any) -> Tensor:
+def side_by_side(pieces: Sequence[Tensor], dim: int, outer: Any) -> Tensor:
     """Pieces of a dim that stand within `outer` elements each."""
     shape = pieces[0].shape
     apart = [p.reshape(*shape[:dim], outer, -1, *shape[dim + 1 :]) for p in pieces]

@@ -6,7 +6,7 @@ import os
 import pickle
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -139,6 +139,7 @@ class _Processes:
             else dist.new_group(list(line), use_local_synchronization=True)
             for axis, line in self._lines.items()
         }
+        self._links: dict[tuple[int, int], Any] = {}
         self._cuda = dist.get_backend() == "nccl"
         self._heart: Heartbeat | None = None
         store = open_store("127.0.0.1", 0, timing, server=True) if rank == 0 else None
@@ -320,6 +321,30 @@ class _Processes:
             call,
         )
         return _Work(self, [work], call, lambda: result(out))
+
+    def link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Prepare for messages from the first rank of each pair to the second."""
+        for pair in sorted(set(pairs) - self._links.keys()):
+            # all ranks make all groups: names of those made by their members alone count on all
+            # members having made as many before
+            self._links[pair] = dist.new_group(list(pair))
+
+    def start_send(self, value: Tensor, rank: int, call: Call) -> Pending:
+        """Send `value` to a rank of the mesh; it must stay as it is until waited for."""
+        return self._message(value.contiguous(), (self._rank, rank), call)
+
+    def start_receive(self, like: Tensor, rank: int, call: Call) -> Pending:
+        """What that rank sends next to this one, of the shape and dtype of the buffer `like`."""
+        return self._message(like, (rank, self._rank), call)
+
+    def _message(self, value: Tensor, pair: tuple[int, int], call: Call) -> Pending:
+        """A broadcast to one: a wait for it may end early, which one for a send may not on gloo."""
+        run = partial(
+            dist.broadcast, _bytes(value.view(-1)), group=self._links[pair],
+            group_src=int(pair[0] > pair[1]), async_op=True,
+        )  # fmt: skip
+        works = [self._begin(run, call)] if value.numel() else []
+        return _Work(self, works, call, lambda: value)
 
     def exchange(self, value: Any, call: Call) -> list[Any]:
         """Collect one picklable object from every rank of the mesh."""

@@ -7,7 +7,7 @@ the same program agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +70,18 @@ class Transport(Protocol):
         self, flat: Tensor, give: Sequence[int], take: Sequence[int], call: Call
     ) -> Pending:
         """Send run j of `flat` to rank j; concatenate what comes, in rank order."""
+
+    def link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Prepare for messages from the first rank of each pair to the second; all ranks call it.
+
+        Messages of a pair arrive in the order in which they are sent.
+        """
+
+    def start_send(self, value: Tensor, rank: int, call: Call) -> Pending:
+        """Send `value` to a rank of the mesh; it must stay as it is until waited for."""
+
+    def start_receive(self, like: Tensor, rank: int, call: Call) -> Pending:
+        """What that rank sends next to this one, of the shape and dtype of the buffer `like`."""
 
     def exchange(self, value: Any, call: Call) -> list[Any]:
         """Collect one picklable object from every rank of the mesh."""

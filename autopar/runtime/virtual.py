@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +61,8 @@ class VirtualWorld:
     def _reset(self) -> None:
         self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         self._waiting: dict[int, Call] = {}
+        self._mail: dict[tuple[int, int, Call], Tensor] = {}
+        self._post = threading.Condition(self._lock)
         self._ended: set[int] = set()
         self._fault: BaseException | None = None
         self._culprit = ""
@@ -133,6 +135,27 @@ class VirtualWorld:
             meeting.condition.notify_all()
         return meeting.results[rank]
 
+    def send(self, rank: int, to: int, call: Call, value: Tensor) -> None:
+        """Leave a value for another rank."""
+        with self._lock:
+            self._raise_if_failed(rank, call)
+            self._mail[rank, to, call] = value
+            if to in self._waiting and self._waiting[to].name == _RECEIVE:
+                del self._waiting[to]  # it looks whether this is what it waits for
+            self._post.notify_all()
+
+    def receive(self, rank: int, source: int, call: Call) -> Tensor:
+        """The value that another rank has left next for this one."""
+        with self._lock:
+            while (source, rank, call) not in self._mail:
+                self._raise_if_failed(rank, call)
+                self._waiting[rank] = Call(_RECEIVE, "", detail=(f"from rank {source}", str(call)))
+                self._look_for_deadlock()
+                if self._fault is None and not self._post.wait(self.timeout_s):
+                    self._fail_with(f"Rank {source} sent nothing.", [(rank, call)], [source])
+            self._waiting.pop(rank, None)
+            return self._mail.pop((source, rank, call))
+
     # ---- all below hold the lock
 
     def _wait(self, rank: int, call: Call, meeting: _Meeting, group: tuple[int, ...]) -> Any:
@@ -200,6 +223,7 @@ class VirtualWorld:
                 error.add_note(f"({culprit.split(':')[0]} in a virtual world of {self.mesh})")
         for meeting in self._meetings.values():
             meeting.condition.notify_all()
+        self._post.notify_all()
 
     def _raise_if_failed(self, rank: int, call: Call) -> None:
         if self._fault is not None:
@@ -224,6 +248,22 @@ class _Done:
     def wait(self) -> Tensor:
         """The result, without waiting."""
         return self._result
+
+
+class _Later:
+    """A message that is fetched when it is waited for."""
+
+    __slots__ = ("_fetch",)
+
+    def __init__(self, fetch: Callable[[], Tensor]) -> None:
+        self._fetch = fetch
+
+    def wait(self) -> Tensor:
+        """Block until it has come."""
+        return self._fetch()
+
+
+_RECEIVE = "receive"
 
 
 class _Threads:
@@ -262,6 +302,16 @@ class _Threads:
             return [torch.cat(came) for came in zip(*pieces, strict=True)]
 
         return self._meet(call, torch.split(flat, list(give)), combine)
+
+    def link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Nothing to prepare."""
+
+    def start_send(self, value: Tensor, rank: int, call: Call) -> _Done:
+        self._world.send(self._rank, rank, call, value)
+        return _Done(value)
+
+    def start_receive(self, like: Tensor, rank: int, call: Call) -> _Later:
+        return _Later(lambda: self._world.receive(self._rank, rank, call))
 
     def exchange(self, value: Any, call: Call) -> list[Any]:
         found: list[Any] = self._world.meet(
