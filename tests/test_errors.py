@@ -190,7 +190,7 @@ def test_more_ranks_than_processes_says_how_to_start(monkeypatch):
 def test_unknown_axis_is_refused_at_once():
     with pytest.raises(PlanError) as error:
         autopar.parallelize(net(), "dp=1, xx=1")
-    says(error, "'xx'", "dp (data) and tp (tensor)")
+    says(error, "'xx'", "tp (tensor) and pp (pipeline)")
     with pytest.raises(PlanError) as error:
         autopar.parallelize(net(), "dp=1", strategy=Data("rows"))
     says(error, "'rows'", "dp=1")
