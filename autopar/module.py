@@ -24,10 +24,12 @@ from autopar.compiled import Compiled
 from autopar.errors import BatchError, InputError, MeshError
 from autopar.inductor import compiled_functions
 from autopar.layout import MICRO, Layout, Mesh
+from autopar.moves import Moves, moves_of
 from autopar.parameters import Placer, held, home, is_whole, no_values, state
 from autopar.program import State, differentiable
 from autopar.runtime import Communicator, VirtualWorld, connect, join
 from autopar.runtime.executor import Code, Executor, More
+from autopar.runtime.kernels import runnable
 from autopar.runtime.ledger import Ledger
 from autopar.runtime.microbatches import Microbatches
 from autopar.schedule import Split
@@ -138,7 +140,7 @@ class ParallelModule(Trained):
             InputError: there is no such phase, or none yet.
         """
         if phase == "optimizer":
-            return self.stepper().graph()
+            return runnable(self.stepper().graph(self._moves()), self._comm)
         return self.compiled.graph(phase, self._comm.rank)
 
     def code(self, phase: str = "") -> str:
@@ -148,10 +150,18 @@ class ParallelModule(Trained):
             InputError: there is no such phase, or none yet.
         """
         if phase == "optimizer":
-            return self.stepper().code()
+            return self.stepper().code(self._moves())
         if phase:
             raise InputError(f"There is no code of {phase!r} alone.", expected="optimizer, or none")
         return self.compiled.code(self._comm.rank)
+
+    def _moves(self) -> dict[int, Moves]:
+        """What moves around the updates of parameters, in the latest program with gradients."""
+        entries = [e for e in (*self._entries.values(), self._latest) if e and e.gradients]
+        if self._mesh.size == 1 or not entries:
+            return {}
+        found = moves_of(entries[-1].compiled, self._comm.coordinate)
+        return {id(state(self, name)): moves for name, moves in found.items()}
 
     def explain(self) -> str:
         """Placements and traffic as text, see `Compiled.explain`."""

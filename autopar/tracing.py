@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from autopar.compat import disclaim_scaling, foreach, local_like, wrap_like
 from autopar.elementwise import Arg, Asks, NotElementwise
 from autopar.errors import InputError
 from autopar.grouping import Grouping, Member
+from autopar.moves import Moves
 from autopar.optimizers import Generated, cut_like, on_whole_tensors, refuse_random
 from autopar.standins import Kind, own_step, record
 from autopar.update import Update, as_graph, as_source, load_update
@@ -252,40 +253,64 @@ class Stepper:
 
     # --- looking at it -------------------------------------------------------------------------
 
-    def graph(self) -> fx.GraphModule:
-        """The graph of the latest step.
+    def graph(self, moves: Mapping[int, Moves]) -> fx.GraphModule:
+        """The graph of the latest step, for one parameter of each kind.
+
+        Args:
+            moves: what moves around the updates of parameters, by their ids.
 
         Raises:
             InputError: there was no step, or it worked on whole tensors.
         """
-        return as_graph([(name, u) for name, _, u in self.distinct()])
+        return as_graph([(f"kind{i}", s.update, s.moves) for i, s in enumerate(self.shown(moves))])
 
-    def code(self) -> str:
-        """The generated Python of the latest step; raises as `graph`."""
-        title = f"{type(self.optimizer).__name__} step"
-        return as_source(title, [(f"update_{name}", r, u) for name, r, u in self.distinct()])
+    def code(self, moves: Mapping[int, Moves]) -> str:
+        """The generated Python of the latest step; takes and raises as `graph`."""
+        names: dict[tuple[int, int], str] = {}
+        updates: list[tuple[str, str, Update]] = []
+        around: list[tuple[str, str, str, Update, Moves]] = []
+        shown = self.shown(moves)
+        for s in shown:
+            at = (s.kind.group, id(s.update))
+            if at not in names:
+                n = sum(k.count for k in shown if (k.kind.group, id(k.update)) == at)
+                names[at] = f"update_{len(names)}"
+                remark = f"Parameter group {at[0]}, {n} of {s.kind.standin.dtype}."
+                updates.append((names[at], remark, s.update))
+            if s.moves is not None:
+                alike = f", and {s.count - 1} alike" if s.count > 1 else ""
+                remark = f"{s.moves.name}{alike}."
+                around.append((f"step_{len(around)}", remark, names[at], s.update, s.moves))
+        return as_source(f"{type(self.optimizer).__name__} step", updates, around)
 
-    def distinct(self) -> list[tuple[str, str, Update]]:
-        """Name, remark and program of each kind of parameter that the latest step updated."""
+    def shown(self, moves: Mapping[int, Moves]) -> list[_Shown]:
+        """One parameter of each kind that the latest step updated."""
         if self.reason:
             raise InputError(
                 f"{type(self.optimizer).__name__} is not elementwise: {self.reason}.",
                 expected="an elementwise optimizer; this one runs its own Python on whole tensors",
             )
-        found: dict[tuple[int, int], tuple[Kind, Update, int]] = {}
+        found: dict[Any, _Shown] = {}
         for kind, update in self.latest:
-            if kind.section.calls:
-                at = (kind.group, id(update))
-                count = found[at][2] if at in found else 0
-                found[at] = (kind, update, count + len(kind.members))
+            for m in kind.members if kind.section.calls else ():
+                own = moves.get(id(m.parameter))
+                key = (kind.group, id(update), None if own is None else own.key())
+                found.setdefault(key, _Shown(kind, update, own)).count += 1
         if not found:
             raise InputError(
                 "The optimizer has not stepped yet.", hint="call it once after loss.backward()"
             )
-        return [
-            (f"{i}", f"Parameter group {k.group}, {n} of {k.standin.dtype}.", update)
-            for i, (k, update, n) in enumerate(found.values())
-        ]
+        return list(found.values())
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A parameter that stands for those whose steps are alike, and how many these are."""
+
+    kind: Kind
+    update: Update
+    moves: Moves | None
+    count: int = 0
 
 
 def _local_state(m: Member, name: str) -> Tensor:

@@ -1,4 +1,7 @@
-"""The recorded update of a parameter as FX graph and as generated Python over lists of pieces."""
+"""The recorded update of a parameter as FX graph and as generated Python over lists of pieces.
+
+Both also show what moves around it, which runs elsewhere: see `autopar.moves`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,10 @@ from torch import fx
 from autopar.codegen import executed
 from autopar.compat import foreach, schema_of
 from autopar.elementwise import Arg, Call, Section
+from autopar.expression import Ref
+from autopar.expression import call as written_call
+from autopar.moves import STEPPED, Moves
+from autopar.program import NodeInfo, info, set_info
 
 __all__ = ["Update", "as_graph", "as_source", "load_update"]
 
@@ -90,14 +97,24 @@ def _number_names(section: Section, used: set[str]) -> list[str]:
 # --- as a graph --------------------------------------------------------------------------------
 
 
-def as_graph(updates: Sequence[tuple[str, Update]]) -> fx.GraphModule:
+def as_graph(updates: Sequence[tuple[str, Update, Moves | None]]) -> fx.GraphModule:
     """One graph of all updates: each for one parameter of a kind, titled by its prefix.
 
-    Numbers are inputs: what the optimizer makes of learning rate, betas and step count.
+    Numbers are inputs: what the optimizer makes of learning rate, betas and step count. Where
+    something moves, the gradient comes in before it is reduced, and the parameter goes out as it
+    rests and whole.
+
+    Before:
+        mul_ = aten.mul_(param, mul_other); ...; return (param, grad, exp_avg, exp_avg_sq)
+    After:
+        grad = autopar.reduce_scatter(partial_grad, "dp", 0, 1, [4, 4], 4)
+        mul_ = aten.mul_(param, mul_other); ...
+        whole = autopar.all_gather(param, "dp", 0, 1, [4, 4])
+        return (param, grad, exp_avg, exp_avg_sq, whole)
     """
     graph = fx.Graph()
     alone = len(updates) == 1
-    sections = [_Placed(graph, update, "" if alone else f"{p}_") for p, update in updates]
+    sections = [_Placed(graph, update, m, "" if alone else f"{p}_") for p, update, m in updates]
     graph.output(tuple(v for s in sections for v in s.calls()))
     return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -105,26 +122,42 @@ def as_graph(updates: Sequence[tuple[str, Update]]) -> fx.GraphModule:
 class _Placed:
     """An update whose inputs stand in a graph."""
 
-    def __init__(self, graph: fx.Graph, update: Update, prefix: str) -> None:
-        self.graph, self.section = graph, update.section
+    def __init__(
+        self, graph: fx.Graph, update: Update, moves: Moves | None, prefix: str
+    ) -> None:  # fmt: skip
+        self.graph, self.section, self.prefix = graph, update.section, prefix
+        self.moves = moves
         self.values: dict[int, fx.Node] = {}
         self.numbers = [graph.placeholder(prefix + n) for n in update.number_names]
         self.tensors = [
             graph.placeholder(f"{prefix}scalar_{i}") for i in range(len(self.section.tensors))
         ]
-        for name, index in zip(update.names, self.section.inputs.values(), strict=True):
-            node = self.values[index] = graph.placeholder(prefix + name)
+        names = dict(zip(self.section.inputs, update.names, strict=True))
+        for kind, index in self.section.inputs.items():
+            if kind == "grad" and moves is not None:
+                used = {*update.names, *update.number_names} - {names[kind]}
+                self.parts = moves.placed(graph, prefix, used)
+                continue
+            node = self.values[index] = graph.placeholder(prefix + names[kind])
             node.meta["val"] = self.section.values[index]
 
     def calls(self) -> list[fx.Node]:
-        """Write the calls; the inputs as they are after the update."""
-        for call in self.section.calls:
-            kwargs = {k: self.placed(v) for k, v in call.kwargs}
-            args = tuple(self.placed(a) for a in call.args)
-            node = self.graph.call_function(call.op, args, kwargs)
-            node.meta["val"] = self.section.values[call.out]
-            self.values[call.out] = node
-        return [self.values[i] for i in self.section.inputs.values()]
+        """Write the calls; the inputs as they are after the update, then what is gathered."""
+        moves, inputs = self.moves, self.section.inputs
+        if "grad" in inputs and moves is not None:
+            name = f"{self.prefix}grad"
+            self.values[inputs["grad"]] = moves.reduced(self.graph, name, self.parts)
+        for step in self.section.calls:
+            kwargs = {k: self.placed(v) for k, v in step.kwargs}
+            args = tuple(self.placed(a) for a in step.args)
+            node = self.graph.call_function(step.op, args, kwargs)
+            node.meta["val"] = self.section.values[step.out]
+            set_info(node, NodeInfo(source=STEPPED))
+            self.values[step.out] = node
+        after = [self.values[i] for i in inputs.values()]
+        if moves is not None:
+            after += moves.gathered(self.graph, f"{self.prefix}whole", after[0])
+        return after
 
     def placed(self, arg: Any) -> Any:
         """An argument with nodes."""
@@ -144,7 +177,7 @@ _PREAMBLE = '''\
 
 Generated by autopar. Each function updates a list of pieces of parameters in place, chunk by chunk;
 `numbers` is what the optimizer makes of learning rate, step count and the like at this step.
-"""
+{more}"""
 
 import torch
 from torch import inf, nan
@@ -154,13 +187,73 @@ from autopar.runtime import foreach
 aten = torch.ops.aten
 '''
 
+_AROUND = """\
+A step runs the functions `update_...`. Those named `step_...` do for one parameter of each kind
+all of what forward, backward and step do for all, and can be run on ranks that pass the unreduced
+gradients.
+"""
 
-def as_source(title: str, updates: Sequence[tuple[str, str, Update]]) -> str:
-    """The generated module: of each update its function's name, a remark and what it does."""
-    text = _PREAMBLE.format(title=title)
+
+def as_source(
+    title: str,
+    updates: Sequence[tuple[str, str, Update]],
+    around: Sequence[tuple[str, str, str, Update, Moves]] = (),
+) -> str:
+    """The generated module.
+
+    Args:
+        updates: of each update its function's name, a remark and what it does.
+        around: of each parameter to show with what moves around its update, the name of a function
+            and a remark, then the update and the name of its function.
+    """
+    text = _PREAMBLE.format(title=title, more=_AROUND if around else "")
     for name, remark, update in updates:
         text += "\n\n" + _Function(update).written(name, remark)
+    for name, remark, inner, update, moves in around:
+        text += "\n\n" + _around(name, remark, inner, update, moves)
     return text
+
+
+def _around(name: str, remark: str, inner: str, update: Update, moves: Moves) -> str:
+    """A function for one parameter: its gradient's reduction, its update, its gathers."""
+    names = dict(zip(update.section.inputs, update.names, strict=True))
+    graph = fx.Graph()
+    takes: list[fx.Node] = []
+    before: list[str] = []
+    if "grad" in names:
+        takes = moves.placed(graph, "", {*names.values()} - {names["grad"]})
+        last = moves.reduced(graph, names["grad"], takes)
+        before = _lines([n for n in graph.nodes if n.op == "call_function"])
+        before += [] if last.name == names["grad"] else [f"{names['grad']} = {last.name}"]
+    known = set(graph.nodes)
+    wholes = moves.gathered(graph, "whole", graph.placeholder(names["param"]))
+    after = _lines([n for n in graph.nodes if n.op == "call_function" and n not in known])
+    given = [n for kind, n in names.items() if kind != "grad"]
+    given[1:1] = [n.name for n in takes]
+    lists = ", ".join(f"[{n}]" for n in names.values())
+    lines = [
+        f'"""{remark}"""', *before, f"# {STEPPED}", f"{inner}(numbers, tensors, {lists})", *after,
+        *([f"return {', '.join(n.name for n in wholes)}"] if wholes else []),
+    ]  # fmt: skip
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"def {name}(comm, numbers, tensors, {', '.join(given)}):\n{body}"
+
+
+def _lines(nodes: Sequence[fx.Node]) -> list[str]:
+    """Calls as lines, each under a comment where it does not run where the one before does."""
+    lines, place = [], ""
+    for node in nodes:
+        lines += [f"# {info(node).source}"] if info(node).source != place else []
+        lines.append(_text(node))
+        place = info(node).source
+    return lines
+
+
+def _text(node: fx.Node) -> str:
+    """A call as a line."""
+    refs: Any = lambda n: Ref(n.name)  # noqa: E731
+    args, kwargs = fx.map_arg((node.args, node.kwargs), refs)
+    return f"{node.name} = {written_call(node, args, kwargs, {})}"
 
 
 def load_update(source: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Deferred:
     owners: tuple[int, ...]
 
 
-def defer(gm: fx.GraphModule, known: Collection[str] = ()) -> Deferred:
+def defer(gm: fx.GraphModule, known: Collection[str] = (), joined: bool = True) -> Deferred:
     """Cut a graph of gradients before the reductions over ranks that lead to them.
 
     Most gradients end in one. After it may come what is linear: a view, the sum with another part
@@ -72,8 +72,9 @@ def defer(gm: fx.GraphModule, known: Collection[str] = ()) -> Deferred:
 
     Args:
         known: placeholders with the same values in all calls.
+        joined: whether reductions of several gradients go in one message.
     """
-    return _Cut(gm, set(known)).run()
+    return _Cut(gm, set(known), joined).run()
 
 
 def constants(phases: Phases) -> set[str]:
@@ -98,8 +99,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 class _Cut:
-    def __init__(self, gm: fx.GraphModule, known: set[str]) -> None:
-        self.graph, self.known = gm.graph, known
+    def __init__(self, gm: fx.GraphModule, known: set[str], joined: bool) -> None:
+        self.graph, self.known, self.joined = gm.graph, known, joined
         self.finish = fx.Graph()
         self.ends: list[fx.Node] = []
         self.owners: list[int] = []
@@ -113,7 +114,8 @@ class _Cut:
             for i, g in enumerate(gradients)
         ]
         self.finish.output(tuple(values))
-        Bucket().reductions(self.finish)
+        if self.joined:
+            Bucket().reductions(self.finish)
         finish = graph_module(self.finish)
         return Deferred(_ending(self.graph, self.ends), finish, tuple(self.owners))
 

@@ -30,7 +30,7 @@ ORDER = [
     {"writer"},
     {"codegen"},
     {"compiled"},
-    {"comparison", "report", "mutation"},
+    {"comparison", "moves", "report", "mutation"},
     {"boxes", "elementwise"},
     {"grouping"},
     {"standins", "update"},

@@ -396,6 +396,21 @@ def test_graph_runs_as_the_step_does() -> None:
         assert torch.equal(a, b[0])
 
 
+def test_graph_of_several_kinds_runs() -> None:
+    model, opt = stepped(torch.optim.SGD, lr=0.1)
+    opt.add_param_group({"params": [opt.param_groups[0]["params"].pop()], "lr": 0.5})
+    opt.add_param_group({"params": [opt.param_groups[0]["params"].pop()], "lr": 0.01})
+    opt.step()
+    given, want = [], []
+    for kind, _ in stepper_of(opt).latest:
+        values = [torch.rand(3), torch.rand(3)]
+        given += [*kind.section.numbers, *values]
+        want += [values[0] - opt.param_groups[kind.group]["lr"] * values[1], values[1]]
+    assert len(want) > 2
+    for a, b in zip(model.graph(phase="optimizer")(*given), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_programs_and_standins_do_not_grow_with_depth() -> None:
     for layers in (1, 12):
         stepper = stepper_of(stepped(torch.optim.AdamW, layers, lr=0.1)[1])

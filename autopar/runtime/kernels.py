@@ -15,7 +15,7 @@ from torch import fx
 from autopar.collectives import COLLECTIVES
 from autopar.runtime.communicator import Communicator
 
-__all__ = ["bind"]
+__all__ = ["bind", "runnable"]
 
 _OTHERS = ("shift", "uniform", "keep_mask")
 _ALONE = ("nothing",)  # ask nothing of the communicator
@@ -59,3 +59,9 @@ def bind(gm: fx.GraphModule, comm: Communicator) -> fx.GraphModule:
         if parts[0] == "autopar" and parts[1] not in _ALONE:
             node.args = (node.args[0], f"{owner}:{node.args[1]}", *node.args[2:])
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def runnable(gm: fx.GraphModule, comm: Communicator) -> fx.GraphModule:
+    """`gm`, which goes on showing its own graph, and runs on `comm` when it is called."""
+    gm.forward = bind(gm, comm).forward
+    return gm
